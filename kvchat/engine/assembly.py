@@ -1,12 +1,13 @@
 """Builds an engine from settings: model, pools sized to the budget, cache, scheduler, drafters.
 
-A draft model's cache gets the same number of blocks as the target's, from the same device budget.
+A draft model's cache has room for as many tokens as the target's, from the same device budget.
 Its KV is in the same store, under its own identity. If the draft model cannot be used, the target
 answers without it, and a note says why.
 """
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,17 +18,16 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
-from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool
+from kvchat.cache.kv_pool import CodedFormat, KvPool
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.windowed_manager import WindowedCacheManager
-from kvchat.cache.windowed_pool import Windows
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.text import Size
 from kvchat.core.types import Memory
-from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.draft_model import MOST_CAUGHT_UP, ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
@@ -41,6 +41,7 @@ from kvchat.engine.kv_storage import (
     new_windowed_pool,
     require_kv_dtype,
     small_kv,
+    tokens_within,
 )
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request_trace import RequestTrace
@@ -211,7 +212,9 @@ def engine_around(
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
-    cache, runner = _cache_and_runner(loaded, cache_config, engine_config)
+    short = step_tokens(loaded.spec, loaded.device)
+    most = engine_config.max_step_tokens or prefill_tokens(loaded, short)
+    cache, runner = _cache_and_runner(loaded, cache_config, engine_config, most)
     if reads_before is not None:
         runner.keep_hidden(reads_before)
     chain = new_chain(loaded, cache, cache_config, memory)
@@ -241,13 +244,19 @@ def new_trace(loaded: LoadedModel, config: EngineConfig, memory: Memory) -> Requ
 
 
 def _cache_and_runner(
-    loaded: LoadedModel, config: CacheConfig, engine_config: EngineConfig
+    loaded: LoadedModel, config: CacheConfig, engine_config: EngineConfig, max_step_tokens: int
 ) -> tuple[CacheManager, Runner]:
+    """Return the cache of a model that computes at most so many tokens of a sequence in a step."""
     threads = new_threads(loaded.device)
     geometry = kv_geometry(loaded.spec, config, loaded.dtype)
     windows = kv_windows(loaded.spec, config, loaded.device)
     if windows is not None:
-        return _windowed_cache_and_runner(loaded, geometry, windows, config, engine_config)
+        most = max_step_tokens
+        pool = new_windowed_pool(geometry, windows, config, loaded.max_context, most)
+        model = PagedModel(loaded, pool.layers, windows.layers)
+        numbers, size = pool.blocks.of_block, geometry.block_size
+        runner = Runner(model, size, threads=threads, window_blocks=numbers)
+        return WindowedCacheManager(pool, most, config.reuse), runner
     kv_pool = new_kv_pool(geometry, config, loaded.device)
     if loaded.spec.state:
         num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
@@ -259,25 +268,6 @@ def _cache_and_runner(
     model = PagedModel(loaded, kv_pool.layers)
     graphs = new_graphs(model, cache, engine_config)
     return cache, Runner(model, cache.block_size, graphs, threads)
-
-
-def _windowed_cache_and_runner(
-    loaded: LoadedModel,
-    geometry: KvGeometry,
-    windows: Windows,
-    config: CacheConfig,
-    engine_config: EngineConfig,
-) -> tuple[CacheManager, Runner]:
-    """Return the cache of a model whose layers with a window have window blocks, on a CPU."""
-    short = step_tokens(loaded.spec, loaded.device)
-    most = engine_config.max_step_tokens or prefill_tokens(loaded, short)
-    kv_pool = new_windowed_pool(geometry, windows, config, loaded.max_context, most)
-    cache = WindowedCacheManager(kv_pool, most, config.reuse)
-    model = PagedModel(loaded, kv_pool.layers, windows.layers)
-    threads = new_threads(loaded.device)
-    return cache, Runner(
-        model, cache.block_size, threads=threads, window_blocks=kv_pool.blocks.of_block
-    )
 
 
 def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
@@ -440,17 +430,15 @@ class _DraftBuild:
         loaded = load_trusted(source, config, target.max_context, self.memory, _say_nothing)
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
-        cache, own_config, target_config = self._shared_budget(loaded)
-        model = PagedModel(loaded, cache.kv_pool.layers)
+        own_config, target_config = self._shared_budget(loaded, self._own_cache_config())
+        cache, runner = _cache_and_runner(loaded, own_config, self.engine_config, MOST_CAUGHT_UP)
         drafter = ModelDrafter(
-            model,
+            runner,
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
             new_chain(loaded, cache, own_config, self.memory, is_draft=True),
-            graphs=new_graphs(model, cache, self.engine_config),
-            threads=new_threads(loaded.device),
-            piece_rows=_piece_rows(model),
+            piece_rows=_piece_rows(loaded),
         )
         return _Draft(drafter, target_config)
 
@@ -463,7 +451,7 @@ class _DraftBuild:
         loaded = load_head(target)
         if loaded is None:
             return None
-        cache, _, target_config = self._shared_budget(loaded)
+        cache, target_config = self._cache_of_head(loaded)
         model = HeadModel(loaded, cache.kv_pool.layers)
         threads = new_threads(loaded.device)
         return _Draft(HeadDrafter(model, cache, loaded.max_context, threads), target_config, ())
@@ -475,25 +463,48 @@ class _DraftBuild:
             where = "on a GPU" if target.device.type != "cpu" else "on the gathered path"
             raise ModelError(f"A model {where} shows an EAGLE-3 head no hidden states.")
         loaded, before = load_eagle(target, source, form)
-        cache, _, target_config = self._shared_budget(loaded)
+        cache, target_config = self._cache_of_head(loaded)
         model = EagleModel(loaded, cache.kv_pool.layers)
         threads = new_threads(loaded.device)
         drafter = HeadDrafter(model, cache, loaded.max_context, threads, "draft")
         return _Draft(drafter, target_config, before)
 
-    def _shared_budget(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig, CacheConfig]:
-        """Return a drafting model's cache, its settings and those left for the target: both have
-        the same number of blocks.
+    def _cache_of_head(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig]:
+        """Return a head's cache in memory, and the settings left for the target.
+
+        It keeps all of a window: contexts whose beginning a head does not know are not committed.
         """
-        target = self.target
-        geometry = kv_geometry(loaded.spec, self._own_cache_config(), loaded.dtype)
-        target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
-        both_bytes = geometry.block_bytes + target_geometry.block_bytes
-        num_blocks = device_budget(self.cache_config, target.device) // both_bytes
-        own_config = self._limited(num_blocks * geometry.block_bytes)
-        kv_pool = new_kv_pool(geometry, own_config, loaded.device)
-        cache = CacheManager(kv_pool, self.cache_config.reuse)
-        return cache, own_config, self._limited(num_blocks * target_geometry.block_bytes)
+        whole = replace(self._own_cache_config(), whole_windows=True)
+        config, target_config = self._shared_budget(loaded, whole)
+        kv_pool = new_kv_pool(kv_geometry(loaded.spec, config, loaded.dtype), config, loaded.device)
+        return CacheManager(kv_pool, config.reuse), target_config
+
+    def _shared_budget(
+        self, loaded: LoadedModel, config: CacheConfig
+    ) -> tuple[CacheConfig, CacheConfig]:
+        """Return the cache settings of a drafting model, and those left for the target: both have
+        room for as many tokens. `config` are its settings with the budget of both.
+        """
+        target, device = self.target, self.target.device
+        budget = device_budget(config, device)
+        unit = kv_geometry(loaded.spec, config, loaded.dtype).block_bytes
+
+        def tokens(of: LoadedModel, settings: CacheConfig, num_bytes: int) -> int:
+            geometry = kv_geometry(of.spec, settings, of.dtype)
+            windows = kv_windows(of.spec, settings, device)
+            if windows is not None and len(windows.layers) == len(geometry.layers):
+                return num_bytes // geometry.token_bytes  # blocks alone take no bytes
+            return tokens_within(of.spec, geometry, settings, device, num_bytes)
+
+        def has_more(num_units: int) -> bool:
+            """Whether it has room for more tokens than the target with bytes of so many blocks."""
+            of_target = tokens(target, self.cache_config, budget - num_units * unit)
+            return tokens(loaded, config, num_units * unit) > of_target
+
+        num_units = max(0, bisect_left(range(budget // unit + 1), True, key=has_more) - 1)
+        own = Size(num_bytes=num_units * unit)
+        left = Size(num_bytes=budget - num_units * unit)
+        return replace(config, device_bytes=own), replace(self.cache_config, device_bytes=left)
 
     def _own_cache_config(self) -> CacheConfig:
         """Return the draft model's settings: its KV is never rounded.
@@ -503,20 +514,17 @@ class _DraftBuild:
         is_rounded = self.cache_config.kv_dtype in KV_CODES
         return replace(self.cache_config, kv_dtype="auto") if is_rounded else self.cache_config
 
-    def _limited(self, num_bytes: int) -> CacheConfig:
-        return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))
 
-
-def _piece_rows(model: PagedModel) -> int | None:
+def _piece_rows(loaded: LoadedModel) -> int | None:
     """Return the most rows of a compiled step if several are faster than one large step, else None.
 
     A large step uses transformers' own forward pass, and reads the weights once. The weights of a
     tiny model stay in the CPU cache, so reading them again costs almost nothing.
     """
-    module = model.loaded.module
+    module, compiled = loaded.module, loaded.compiled
     num_bytes = sum(p.nbytes for p in module.parameters()) + num_packed_bytes(module)
-    is_tiny = num_bytes <= _HELD_BY_A_CACHE
-    return FEW_ROWS if model.compiled is not None and is_tiny else None
+    is_compiled = compiled is not None and not compiled.is_off
+    return FEW_ROWS if is_compiled and num_bytes <= _HELD_BY_A_CACHE else None
 
 
 def _say_nothing(event: LoadProgress) -> None:

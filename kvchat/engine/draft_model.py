@@ -21,10 +21,7 @@ from kvchat.engine.drafters import DraftOrder, Offer, WhenWritten
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
-from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
-from kvchat.model.gpu.graphs import GraphRunner
-from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:
     from kvchat.cache.arrivals import Arrival
@@ -34,7 +31,7 @@ _MOST_BEHIND = 64
 # At most this many are computed with the first drafted token: a verified draft leaves that many.
 _MOST_ALONG = MAX_DRAFTED + 1
 # Tokens computed in one step to catch up with a request.
-_LEAST_CAUGHT_UP, _MOST_CAUGHT_UP = 32, 1024
+_LEAST_CAUGHT_UP, MOST_CAUGHT_UP = 32, 1024
 # The weight of the newest measurement in the average speed.
 _NEWEST = 0.3
 
@@ -54,32 +51,30 @@ class _DraftState:
 
 
 class ModelDrafter:
-    """Drafts with `model`, whose pools are those of `cache`.
+    """Drafts with the model of `runner`, whose pools are those of `cache`.
 
     `vocab_size` and `max_context` are the draft model's own: it makes no offer for a context beyond
-    them. The tiers of `chain` keep its KV and restore it; the drafter closes the chain. `graphs`
-    are graphs of the draft model's small steps, `threads` chooses their number of threads.
+    them. The tiers of `chain` keep its KV and restore it; the drafter closes the chain.
     `piece_rows` is the number of rows in which a few missing tokens are computed, if pieces are
-    faster than one step; None for one step.
+    faster than one step; None for one step. No step has more than MOST_CAUGHT_UP tokens of a
+    request.
     """
 
     name = "draft"
 
     def __init__(
         self,
-        model: PagedModel,
+        runner: Runner,
         cache: CacheManager,
         vocab_size: int,
         max_context: int,
         chain: KvChain | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        graphs: GraphRunner | None = None,
-        threads: StepThreads | None = None,
         piece_rows: int | None = None,
     ) -> None:
         self.cache = cache
         self.chain = chain or KvChain(cache)
-        self._runner = Runner(model, cache.block_size, graphs, threads)
+        self._runner = runner
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
         self._clock = clock
@@ -197,7 +192,7 @@ class ModelDrafter:
         """
         state = self._states.get(request)
         if state is None and self._is_ready(request):
-            table = self.cache.match(request.ids)
+            table = self.cache.start(request.ids)
             state = self._states[request] = _DraftState(table, table.cached_len)
         return state
 
@@ -223,7 +218,7 @@ class ModelDrafter:
         if len(request.ids) - start <= _MOST_BEHIND:
             return
         affordable = int(self._tokens_per_s * seconds)
-        num_tokens = max(_LEAST_CAUGHT_UP, min(affordable, _MOST_CAUGHT_UP))
+        num_tokens = max(_LEAST_CAUGHT_UP, min(affordable, MOST_CAUGHT_UP))
         end = min(start + num_tokens, len(request.ids) - 1)
         if max(request.ids[start:end]) >= self._vocab_size:
             return

@@ -10,15 +10,26 @@ import torch
 
 from kvchat.cache.kv_pool import KvGeometry, LayerGeometry
 from kvchat.cache.windowed_pool import Windows
+from kvchat.core.config import ModelConfig
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams
+from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import block_counts
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Speculation
+from kvchat.model.loader import load_model
 from support.fixed_drafts import FixedDraftPolicy
-from support.specimens import Specimen, complete, engine_on, make_specimen, random_ids
+from support.specimens import (
+    MAX_CONTEXT,
+    Specimen,
+    cache_and_runner,
+    complete,
+    engine_on,
+    make_specimen,
+    random_ids,
+)
 
 FAMILIES = ["gemma3, mixed windows", "mistral, window", "gpt_oss, sinks", "gemma3n, shared KV"]
 GREEDY = SamplingParams(temperature=0.0)
@@ -69,6 +80,25 @@ def test_answers_are_transformers_own(made: Specimen, has_drafts: bool) -> None:
 
     assert complete(engine, made.prompts) == made.expected
     assert complete(engine, made.prompts) == made.expected  # from what is cached
+
+
+@pytest.mark.parametrize("num_window_blocks", [0, 30], ids=["whole", "windows"])
+def test_a_draft_model_with_windows_guesses_as_one_without(
+    made: Specimen, num_window_blocks: int
+) -> None:
+    """The draft model is the target's copy: what it guesses is right if its KV is."""
+    loaded = load_model(
+        made.loaded.source, ModelConfig(dtype="float32"), MAX_CONTEXT, lambda _: None
+    )
+    cache, runner = cache_and_runner(loaded, 4, 90, num_window_blocks)
+    drafter = ModelDrafter(runner, cache, loaded.spec.vocab_size, loaded.max_context)
+    speculation = Speculation([drafter], policy=FixedDraftPolicy(3))
+    engine = engine_on(made.loaded, **CHUNKS, num_window_blocks=30, speculation=speculation)
+
+    assert complete(engine, made.prompts) == made.expected
+    assert complete(engine, made.prompts) == made.expected  # from what is cached
+    use = speculation.total.use()
+    assert use.num_accepted > 0.95 * use.num_drafted > 40
 
 
 # The budget

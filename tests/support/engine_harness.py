@@ -31,6 +31,7 @@ from support.remembering_model import (
     complete_without_cache,
     new_cache,
     new_windowed_cache,
+    runner_over,
 )
 
 
@@ -154,17 +155,16 @@ class EngineHarness(SteppedEngine):
         window: int = 0,
         num_window_blocks: int = 0,
     ) -> None:
-        cache, window_blocks = new_cache(num_blocks, block_size, reuse), None
+        cache = new_cache(num_blocks, block_size, reuse)
         if window:
             most = max(max_prefill_tokens, max_step_tokens)
             cache = new_windowed_cache(
                 num_blocks, num_window_blocks, window, block_size, reuse, most
             )
-            window_blocks = cache.kv_pool.blocks.of_block
         self.model = RememberingModel(cache, fails)
         ticks = count()
         engine = Engine(
-            Runner(self.model, block_size, window_blocks=window_blocks),  # type: ignore[arg-type]
+            runner_over(self.model, cache),
             cache,
             max_context,
             max_step_tokens,

@@ -18,6 +18,7 @@ from kvchat.cache.windowed_manager import WindowedCacheManager
 from kvchat.cache.windowed_pool import WindowedKvPool, Windows
 from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.runner import Runner
 from kvchat.engine.sampler import SamplingRow, sample, sample_seed
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf.module_adapter import StepContext
@@ -45,6 +46,13 @@ def new_windowed_cache(
     windows = Windows(frozenset({1}), window)
     kv_pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks)
     return WindowedCacheManager(kv_pool, max_step_tokens, reuse)
+
+
+def runner_over(model: "RememberingModel", cache: CacheManager) -> Runner:
+    """Return a runner over the pools of a cache, with its window blocks if it has some."""
+    is_windowed = isinstance(cache.kv_pool, WindowedKvPool)
+    numbers = cache.kv_pool.blocks.of_block if is_windowed else None
+    return Runner(model, cache.block_size, window_blocks=numbers)  # type: ignore[arg-type]
 
 
 def logits_of(token_ids: Sequence[int], flatness: float = 1.0) -> torch.Tensor:

@@ -91,6 +91,31 @@ def make_specimen(name: str, directory: Path) -> Specimen:
     return Specimen(name, reference, loaded)
 
 
+def cache_and_runner(
+    loaded: LoadedModel,
+    block_size: int,
+    num_blocks: int,
+    num_window_blocks: int = 0,
+    max_step_tokens: int = 64,
+    reuse: bool = True,
+) -> tuple[CacheManager, Runner]:
+    """Return pools for a model; with `num_window_blocks`, those of layers with a window have so
+    many window blocks.
+    """
+    config = CacheConfig(block_size=block_size)
+    geometry = kv_geometry(loaded.spec, config, loaded.dtype)
+    if not num_window_blocks:
+        whole = KvPool(geometry, num_blocks, CPU)
+        runner = Runner(PagedModel(loaded, whole.layers), block_size)
+        return CacheManager(whole, reuse), runner
+    windows = kv_windows(loaded.spec, config, CPU)
+    assert windows is not None
+    pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks)
+    model = PagedModel(loaded, pool.layers, windows.layers)
+    runner = Runner(model, block_size, window_blocks=pool.blocks.of_block)
+    return WindowedCacheManager(pool, max_step_tokens, reuse), runner
+
+
 def engine_on(
     loaded: LoadedModel,
     block_size: int = 8,
@@ -106,22 +131,9 @@ def engine_on(
     With `num_window_blocks`, layers with a window keep a window; otherwise they keep everything.
     """
     count = num_blocks if num_blocks is not None else 2 + 1200 // block_size
-    config = CacheConfig(block_size=block_size)
-    geometry = kv_geometry(loaded.spec, config, loaded.dtype)
-    if num_window_blocks:
-        windows = kv_windows(loaded.spec, config, CPU)
-        assert windows is not None
-        pool: KvPool = WindowedKvPool(geometry, windows, count, num_window_blocks)
-        cache: CacheManager = WindowedCacheManager(pool, max_step_tokens, reuse)
-        runner = Runner(
-            PagedModel(loaded, pool.layers, windows.layers),
-            block_size,
-            window_blocks=pool.blocks.of_block,
-        )
-    else:
-        pool = KvPool(geometry, count, CPU)
-        cache = CacheManager(pool, reuse)
-        runner = Runner(PagedModel(loaded, pool.layers), block_size)
+    cache, runner = cache_and_runner(
+        loaded, block_size, count, num_window_blocks, max_step_tokens, reuse
+    )
     return Engine(
         runner=runner,
         cache=cache,

@@ -17,10 +17,21 @@ from support.chains import be_patient, compute_at, new_chain
 from support.engine_harness import EngineHarness
 from support.fixed_drafts import FixedDraftPolicy
 from support.memory_tier import MemoryTier
-from support.remembering_model import GREEDY, VOCAB_SIZE, RememberingModel, new_cache
+from support.remembering_model import (
+    GREEDY,
+    VOCAB_SIZE,
+    RememberingModel,
+    new_cache,
+    new_windowed_cache,
+    runner_over,
+)
 
 SAMPLED = SamplingParams(temperature=1.1, top_k=20, seed=11)
+WINDOW = 9
 LONG = tuple(random.Random(3).randrange(VOCAB_SIZE) for _ in range(90))
+
+
+WINDOWS = pytest.mark.parametrize("draft_windows", [0, 30], ids=["whole", "windows"])
 
 
 class Drafting(EngineHarness):
@@ -37,11 +48,15 @@ class Drafting(EngineHarness):
         num_tokens: int = 4,
         fails: Callable[[], None] = lambda: None,
         piece_rows: int | None = None,
+        draft_windows: int = 0,
         **shape: Any,
     ) -> None:
         self.num_draft_forwards = 0
         self.forwards: list[int] = []
-        self.draft_cache = new_cache(draft_blocks, shape.get("block_size", 4))
+        size = shape.get("block_size", 4)
+        self.draft_cache = new_cache(draft_blocks, size)
+        if draft_windows:
+            self.draft_cache = new_windowed_cache(draft_blocks, draft_windows, WINDOW, size)
         self.draft_model = RememberingModel(self.draft_cache, lambda: self._count(fails))
         chain = None
         if tier is not None:
@@ -49,7 +64,7 @@ class Drafting(EngineHarness):
             be_patient(chain)
         self.chain = chain
         self.drafter = ModelDrafter(
-            self.draft_model,  # type: ignore[arg-type]
+            runner_over(self.draft_model, self.draft_cache),
             self.draft_cache,
             vocab_size,
             shape.get("max_context", 120),
@@ -102,8 +117,16 @@ def test_a_twin_is_always_right_and_its_kv_is_never_mixed_up() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("draft_blocks", [9, 200])
-def test_batches_forks_and_little_room_change_no_text(block_size: int, draft_blocks: int) -> None:
-    engine = Drafting(draft_blocks, block_size=block_size, num_blocks=240 // block_size)
+@WINDOWS
+def test_batches_forks_and_little_room_change_no_text(
+    block_size: int, draft_blocks: int, draft_windows: int
+) -> None:
+    engine = Drafting(
+        draft_blocks,
+        draft_windows=min(draft_windows, draft_blocks) and max(draft_windows, draft_blocks // 2),
+        block_size=block_size,
+        num_blocks=240 // block_size,
+    )
     numbers = engine.run_checked(
         RequestSpec((1, 2, 3) * 5, GREEDY, max_tokens=40),
         RequestSpec(tuple(range(20)), SAMPLED, max_tokens=35, num_samples=3),
@@ -178,14 +201,16 @@ def tier() -> MemoryTier:
     return MemoryTier(block_size=4, image_bytes=32)
 
 
-def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> None:
-    yesterday = Drafting(tier=tier)
+@WINDOWS
+def test_a_restored_conversation_drafts_as_well_as_before(draft_windows: int) -> None:
+    tier = MemoryTier(block_size=4, image_bytes=64 if draft_windows else 32)
+    yesterday = Drafting(tier=tier, draft_windows=draft_windows)
     [number] = yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
     answer = yesterday.generated(number)
     yesterday.engine.close()
     assert tier.blocks
 
-    today = Drafting(tier=tier)
+    today = Drafting(tier=tier, draft_windows=draft_windows)
     number = today.submit(RequestSpec((*LONG, *answer, 3), GREEDY, max_tokens=11))
     today.hear_from_tier()
     today.run()
@@ -198,6 +223,39 @@ def test_a_restored_conversation_drafts_as_well_as_before(tier: MemoryTier) -> N
     assert rows.count(1) <= 1, "it drafted late"
     assert rows.count(5) >= 1
     today.engine.close()
+
+
+def test_a_draft_with_windows_holds_a_window_and_drafts_for_every_turn() -> None:
+    """Its long prompt is read in parts behind the answer's first tokens."""
+    engine = Drafting(draft_windows=44, max_step_tokens=7, window=WINDOW, num_window_blocks=40)
+    [first] = engine.run_checked(RequestSpec(LONG, GREEDY, max_tokens=12))
+    context = (*LONG, *engine.generated(first))
+    blocks = engine.draft_cache.kv_pool.blocks  # type: ignore[attr-defined]
+    assert blocks.num_usable - blocks.num_free <= 12, "windows at the ends of prompt and answer"
+
+    for ids in ((*context, 4, 5), (*context, 7), (*LONG, *engine.generated(first)[:1], 9)):
+        before = len(engine.steps)
+        [number] = engine.run_checked(RequestSpec(ids, GREEDY, max_tokens=11))
+        assert engine.accepted_share(number) == 1.0
+        assert [rows for [(_, rows)] in engine.steps[before:] if rows == 5], "nothing was drafted"
+
+
+def test_a_forgotten_context_leaves_no_window_of_the_draft() -> None:
+    tier = MemoryTier(block_size=4, image_bytes=64)
+    engine = Drafting(draft_windows=44, tier=tier)
+    [number] = engine.run_checked(RequestSpec(LONG, GREEDY, max_tokens=24))
+    context = [*LONG, *engine.generated(number)]
+    assert engine.drafter.chain.flush(60.0)
+    assert tier.blocks
+
+    is_done = threading.Event()
+    engine.engine.forget([(context, 0)], is_done.set)
+
+    assert is_done.wait(60.0)
+    blocks = engine.draft_cache.kv_pool.blocks  # type: ignore[attr-defined]
+    assert blocks.num_free == blocks.num_usable
+    assert not tier.blocks
+    engine.engine.close()
 
 
 def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> None:

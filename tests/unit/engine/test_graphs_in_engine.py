@@ -181,8 +181,8 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
 
     def drafting(capturing: Capturing | None) -> Drafter:
         model, cache = paged(draft)
-        arguments = (model, cache, draft.spec.vocab_size, MAX_CONTEXT)
-        return ModelDrafter(*arguments, graphs=graphs_of(model, capturing))
+        runner = Runner(model, cache.block_size, graphs_of(model, capturing))
+        return ModelDrafter(runner, cache, draft.spec.vocab_size, MAX_CONTEXT)
 
     drafters: dict[str, Callable[[], tuple[Drafter, Recorder]]] = {
         "ngram": lambda: (NgramDrafter(), Recorder()),

@@ -26,23 +26,31 @@ from support.remembering_model import (
     WatchFor,
     complete_without_cache,
     new_cache,
+    new_windowed_cache,
+    runner_over,
 )
 from support.soak_sizes import short_and_long
 from support.trial_drafters import FickleDrafter, GarbageDrafter
 
 MAX_CONTEXT = 60
+WINDOW = 9
 
 
 class Crowd:
     """Callers who submit, cancel and switch at random; every step is checked by the harness."""
 
-    def __init__(self, seed: int, policy: DraftPolicy, **limits: int) -> None:
+    def __init__(
+        self, seed: int, policy: DraftPolicy, draft_windows: int = 0, **limits: int
+    ) -> None:
         self.rng = random.Random(seed)
         size = limits["block_size"]
-        self.draft_cache = new_cache(self.rng.choice((80, 400)) // size, size)
+        num_blocks = self.rng.choice((80, 400)) // size
+        self.draft_cache = new_cache(num_blocks, size)
+        if draft_windows:
+            self.draft_cache = new_windowed_cache(num_blocks, draft_windows, WINDOW, size)
         self.draft_model = RememberingModel(self.draft_cache)
         self.drafter = ModelDrafter(
-            self.draft_model,  # type: ignore[arg-type]
+            runner_over(self.draft_model, self.draft_cache),
             self.draft_cache,
             VOCAB_SIZE,
             MAX_CONTEXT,
@@ -124,8 +132,15 @@ class Crowd:
         {"num_blocks": 40, "block_size": 2, "max_step_tokens": 5},
         {"num_blocks": 80, "block_size": 1},
         {"num_blocks": 12, "block_size": 8, "max_step_tokens": 64},
+        {"num_blocks": 80, "block_size": 4, "draft_windows": 40},
+        {"num_blocks": 80, "block_size": 4, "draft_windows": 14, "max_step_tokens": 7},
+        {"num_blocks": 80, "block_size": 4, "draft_windows": 40}
+        | {"window": WINDOW, "num_window_blocks": 14},
     ],
-    ids=["roomy", "tight", "small steps", "one-token blocks", "few blocks"],
+    ids=[
+        *("roomy", "tight", "small steps", "one-token blocks", "few blocks"),
+        *("draft's windows", "few of draft's windows", "windows of both"),
+    ],
 )
 @pytest.mark.parametrize(
     "policy", [lambda: FixedDraftPolicy(3), DraftPolicy], ids=["fixed", "adaptive"]
@@ -155,7 +170,8 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     logits = torch.linspace(0.0, 2.0, 10)
     cache, draft_cache = new_cache(60), new_cache(60)
     draft = TenTokens(draft_cache, logits.flip(0))
-    drafter = ModelDrafter(draft, draft_cache, 10, 150)  # type: ignore[arg-type]
+    draft_runner = Runner(draft, draft_cache.block_size)  # type: ignore[arg-type]
+    drafter = ModelDrafter(draft_runner, draft_cache, 10, 150)
     runner = Runner(TenTokens(cache, logits), cache.block_size)  # type: ignore[arg-type]
     speculation = Speculation([drafter], policy=FixedDraftPolicy(4))
     engine = Engine(runner, cache, 150, 32, 8, 10, speculation=speculation)
