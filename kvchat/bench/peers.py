@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -128,7 +129,10 @@ class LlamaBench:
     def _rate(self, *arguments: str) -> float:
         command = [*self._command, "-o", "json", *arguments]
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, check=True)
+            # Without what is set for this process's OpenMP, as users run it.
+            ran = subprocess.run(
+                command, env=os.environ, capture_output=True, text=True, check=True
+            )
             [result] = json.loads(ran.stdout[ran.stdout.index("[") :])
             return float(result["avg_ts"])
         except (OSError, subprocess.CalledProcessError, ValueError, KeyError) as error:

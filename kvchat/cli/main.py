@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from kvchat.cli.streams import forget_stdout, forget_streams, prepare_streams
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
+from kvchat.core.library_environment import set_for_libraries
 from kvchat.core.paths import close_to_others, settle_home
 from kvchat.core.text import one_line, sanitize
 
@@ -176,7 +177,7 @@ _SPIN_COUNT = "3000"
 
 
 def set_library_environment() -> None:
-    """Set the environment variables that torch, OpenMP and tokenizers read."""
+    """Set the environment variables that OpenMP and tokenizers read, if the user has not."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        set_for_libraries("GOMP_SPINCOUNT", _SPIN_COUNT)
+    set_for_libraries("TOKENIZERS_PARALLELISM", "false")

@@ -11,6 +11,7 @@ import torch
 from kvchat import __version__
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
+from kvchat.core.library_environment import set_for_libraries
 
 _DTYPES = {
     "float32": torch.float32,
@@ -78,7 +79,7 @@ def limit_kept_shapes() -> None:
     What the user has set stays.
     """
     for name in _LIMITS:
-        os.environ.setdefault(name, _NUM_KEPT)
+        set_for_libraries(name, _NUM_KEPT)
 
 
 def free_bytes(device: torch.device) -> int:

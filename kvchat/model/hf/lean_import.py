@@ -27,6 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvchat.core.library_environment import set_for_libraries
+
 _log = logging.getLogger(__name__)
 
 _COMPILER = "torch._dynamo"
@@ -111,14 +113,9 @@ def _import_torch() -> Any:
         return importlib.import_module("torch")
     sys.modules[_META_OPERATORS] = _Deferred(_META_OPERATORS)
     # torch asks for large pages where Linux gives them to who asks: of weights in pages of 4 KiB a
-    # processor read 25 to 31 GB/s, in large ones 33. It reads this once, at its first tensor; what
-    # kvchat starts, such as tools and editors, is not to see it.
-    is_left_to_us = _LARGE_PAGES not in os.environ
-    os.environ.setdefault(_LARGE_PAGES, "1")
+    # processor read 25 to 31 GB/s, in large ones 33.
+    set_for_libraries(_LARGE_PAGES, "1")
     torch = importlib.import_module("torch")
-    torch.empty(1)
-    if is_left_to_us:
-        del os.environ[_LARGE_PAGES]
     try:
         # In the version that has it, one of the modules left out completes torch.Generator so.
         if hasattr(torch._C, "_set_generator_metaclass"):

@@ -4,6 +4,7 @@ Each case is a process of its own, because modules are imported once: a fork of 
 imported what the cases begin with.
 """
 
+import ast
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from support.checkpoints import save_checkpoint, tiny_model
 from support.matrix import spread
 from support.other_process import run_python, start_python
 
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _LEAN = "from kvchat.model.hf.lean_import import import_transformers\nimport_transformers()\n"
 _LOGITS = """
 import sys, torch
@@ -236,13 +238,28 @@ print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils._
     assert run_python(program).split() == ["module", "transformers.modeling_utils"]
 
 
-@pytest.mark.parametrize(("given", "left"), [(None, "None"), ("0", "0")])
-def test_what_torch_alone_is_to_see_is_not_left_to_other_programs(
-    given: str | None, left: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("given", "read"), [(None, "1"), ("0", "0")])
+def test_what_libraries_alone_read_is_not_left_to_other_programs(
+    given: str | None, read: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tools, editors and clients that kvchat starts had a variable that the user had not set."""
-    name = "THP_MEM_ALLOC_ENABLE"
-    monkeypatch.delenv(name, raising=False)
+    """Tools, editors and clients that kvchat starts had variables that the user had not set."""
+    names = ("GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM", "LRU_CACHE_CAPACITY", _LARGE_PAGES)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     if given is not None:
-        monkeypatch.setenv(name, given)
-    assert run_python(f"{_LEAN}import os; print(os.environ.get({name!r}))").strip() == left
+        monkeypatch.setenv(_LARGE_PAGES, given)
+    program = f"""
+import ctypes, os
+from kvchat.cli.main import set_library_environment
+set_library_environment()
+{_LEAN}
+from kvchat.model.device import limit_kept_shapes
+limit_kept_shapes()
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print([getenv(name.encode()).decode() for name in {names}])
+print([os.environ.get(name) for name in {names}])
+"""
+    for_libraries, for_others = map(ast.literal_eval, run_python(program).splitlines())
+    assert for_libraries == ["3000", "false", "64", read]
+    assert for_others == [None, None, None, given]
