@@ -30,7 +30,8 @@ class BenchSetup:
 
     `sessions` is a directory of recorded conversations, for scenarios that replay them; `gguf` is
     the same model as GGUF, where it has no such file itself, for llama.cpp and for `peer`, a
-    program llama-bench. `tell` is called with what a scenario of many parts measures from now on.
+    program llama-bench. `draft` drafts for it in `spec`. `tell` is called with what a scenario of
+    many parts measures from now on.
     """
 
     source: ModelSource
@@ -41,6 +42,7 @@ class BenchSetup:
     sessions: Path | None = None
     gguf: Path | None = None
     peer: Path | None = None
+    draft: ModelSource | None = None
     tell: Callable[[str], None] = say_nothing
 
     @property

@@ -2,9 +2,9 @@
 
 Answers questions of four categories and recorded conversations; random text at a high temperature
 is the worst case. With random weights an oracle drafts: it has the coming text, and each draft is
-correct with a given probability. Where the checkpoint has a head for the next token, its time is
-measured too: it drafts, and the oracle's tokens take the place of its own. Each measured gain
-stands beside the gain that the engine predicts from step costs.
+correct with a given probability. Where a head drafts, the checkpoint's own or an EAGLE-3 one, its
+time is measured too: it drafts, and the oracle's tokens take the place of its own. Each measured
+gain stands beside the gain that the engine predicts from step costs.
 """
 
 import random
@@ -165,7 +165,7 @@ class _Pass:
 def run(setup: BenchSetup) -> Result:
     """Measure every kind of text that is available for the model."""
     is_demo = setup.source.name == DEMO
-    draft = find_model(DEMO_DRAFT) if is_demo else None
+    draft = setup.draft or (find_model(DEMO_DRAFT) if is_demo else None)
     assembled = build_speculating_engine(
         setup.source,
         draft,
@@ -196,8 +196,10 @@ def run(setup: BenchSetup) -> Result:
             notes.append(f"{name}: {differing} answers differ, after a near tie")
         figures += _figures(name, passes, _KINDS.get(name, _MUST_NOT_SLOW))
     if not texts:
-        figures += _oracle_figures(bench)
+        figures += _oracle_figures(bench, has_oracles=True)
         notes.append("no tokenizer: an oracle drafts, correct with the probability in its name")
+    elif setup.draft is not None:
+        figures += _oracle_figures(bench, has_oracles=False)
     return Result("spec", settings, tuple(figures), notes=tuple(notes))
 
 
@@ -326,15 +328,15 @@ def _figures(name: str, passes: Sequence[_Pass], must: str) -> list[Figure]:
     return figures
 
 
-def _oracle_figures(bench: _Bench) -> list[Figure]:
-    """Check the engine's predictions at known acceptance rates."""
+def _oracle_figures(bench: _Bench, *, has_oracles: bool) -> list[Figure]:
+    """Check the engine's predictions at known acceptance rates; a head takes its own time."""
     prompt = tuple(random_ids(48, bench.vocab_size, seed=3))
     question = _Question(prompt, SamplingParams(temperature=0.0))
     future = bench.answer(question, Mode.OFF, _Tally())
     own = bench.engine.speculation
     head = own.drafter(HeadDrafter)
     figures = []
-    for rate in _ORACLE_RATES:
+    for rate in _ORACLE_RATES if has_oracles else ():
         oracle = OracleDrafter(future, rate, bench.vocab_size)
         figures += _with_drafter(bench, question, oracle, f"oracle {rate:g}", "")
     for rate, must in _HEAD_RATES.items():

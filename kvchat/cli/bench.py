@@ -37,6 +37,7 @@ class BenchRequest:
     sessions: Path | None
     gguf: Path | None
     peer: Path | None = None
+    draft: str | None = None
     record: Path | None = None
     endpoint: str | None = None
     kv_dtype: str = "auto"
@@ -61,9 +62,11 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     from kvchat.bench.report import Result, print_json, print_result, record
     from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
     from kvchat.bench.setup import BenchSetup, subject
+    from kvchat.model.checkpoint.source import find_model
     from kvchat.model.device import choose_device
 
     extra = ("replay",) if request.sessions is not None else ()
+    draft = find_model(request.draft) if request.draft is not None else None
     names = request.scenarios or (*DEFAULT_NAMES, *extra)
     functions = [scenario(name) for name in names]
     if request.peer is not None and not os.access(request.peer, os.X_OK):
@@ -84,7 +87,7 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
             *(source, model, cache, request.repeats, request.is_quick),
-            *(request.sessions, request.gguf, request.peer, progress.begin_part),
+            *(request.sessions, request.gguf, request.peer, draft, progress.begin_part),
         )
         for number, (name, function) in enumerate(zip(names, functions, strict=True), start=1):
             progress.begin(f"{name} ({number} of {len(names)})")

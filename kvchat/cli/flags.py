@@ -128,6 +128,7 @@ BENCH_FLAGS = grouped(
     new_whole("repeats", "of every measurement", default=5, least=1),
     new_path("sessions", "recorded conversations to replay", unit="PATH"),
     new_path("gguf", "the same model for llama.cpp", unit="PATH"),
+    new_name("draft", "spec: a draft model, or an EAGLE-3 head", unit="NAME|DIR"),
     new_path("peer", "a llama-bench to run beside, of ik_llama.cpp", unit="PATH"),
     new_path("record", "a directory for the report", unit="PATH"),
     new_name("endpoint", "turns: measure this server instead", unit="URL|NAME"),

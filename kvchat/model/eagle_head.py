@@ -232,7 +232,7 @@ def _join(
     embedding = target.module.get_input_embeddings()
     if table is not None:
         embedding = nn.Embedding.from_pretrained(table.to(dtype))
-    if table is None and embedding.weight.shape[1] != hidden:
+    if table is None and width != hidden:
         raise _of_another(source, target, "it has no embedding of its width")
 
     def linear(name: str) -> nn.Linear:

@@ -29,6 +29,7 @@ from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.eagle_heads import write_eagle
 from support.fork_server import ForkedShell, ForkServer
 from support.gguf_files import write_gguf
 from support.matrix import spread
@@ -248,6 +249,21 @@ def test_kv_of_8_bits_has_no_figures_where_it_does_not_work(tmp_path: Path) -> N
     setup = BenchSetup(source, ModelConfig(str(tmp_path)), SMALL, 1, True)
 
     assert "recurrent state" in scenario("kv")(setup).refusal
+
+
+def test_an_eagle_head_is_timed_with_an_oracles_tokens(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    write_eagle(tmp_path / "head", model)
+    save_checkpoint(tmp_path, model)
+    (tmp_path / "tokenizer.json").unlink()
+    source, head = find_model(str(tmp_path)), find_model(str(tmp_path / "head"))
+    setup = BenchSetup(source, ModelConfig(dtype="float32"), SMALL, 1, True, draft=head)
+
+    result = scenario("spec")(setup)
+
+    found = {figure.name: figure for figure in result.figures}
+    assert found["head, simulated 0.75"].value > 0
+    assert result.settings["draft"] == "ngram and draft"
 
 
 def test_requests_together_generate_what_they_do_one_after_another(report_of: Reports) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import ModelUnsupported
@@ -23,9 +24,11 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import inspect_model
+from kvchat.model.packed.quantise import pack_of, packed_table
 from support.checkpoints import save_checkpoint, tiny_model
 from support.eagle_heads import write_eagle
 from support.fixed_drafts import FixedDraftPolicy
+from support.gguf_files import write_gguf
 from support.stateful_models import STATEFUL, words
 
 STYLES = ("specforge", "speculators", "own parts")
@@ -235,10 +238,6 @@ def test_a_head_that_guesses_right_is_accepted(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_its_matrices_have_the_bits_of_the_models(weights: str, tmp_path: Path) -> None:
-    from torch import nn
-
-    from kvchat.model.packed.quantise import pack_of
-
     model = tiny_model("llama")
     directory = save_checkpoint(tmp_path / "target", model)
     write_eagle(tmp_path / "head", model, "own parts")
@@ -253,6 +252,31 @@ def test_its_matrices_have_the_bits_of_the_models(weights: str, tmp_path: Path) 
     plain = answer(engine, words(50, seed=1), 20)
     engine.speculation.switch(Mode.DRAFT)
     assert answer(engine, words(50, seed=1), 20) == plain
+    assert not engine.speculation.failures
+    engine.close()
+
+
+def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a table has no rows of its own; the head has 8 bits then."""
+    monkeypatch.setattr("kvchat.model.checkpoint.tensors._LARGE_TABLE_BYTES", 1)
+    model = tiny_model("llama", tie_word_embeddings=False)
+    with torch.inference_mode():
+        write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+    write_eagle(tmp_path / "head", model)
+    assembled = build(tmp_path / "m.gguf", tmp_path / "head", dtype="auto")
+    assert not assembled.ready.notes
+    assert packed_table(assembled.loaded.module.get_input_embeddings()) is not None
+    engine = assembled.engine
+    head = drafter_of(engine)._model.loaded.module
+    assert pack_of(head.get_output_embeddings()) is not None
+    engine.speculation._policy = FixedDraftPolicy(3)
+    engine.speculation.switch(Mode.OFF)
+    plain = answer(engine, words(50, seed=1), 20)
+    engine.speculation.switch(Mode.DRAFT)
+    assert answer(engine, words(50, seed=1), 20) == plain
+    assert engine.speculation.status().total.num_verified
     assert not engine.speculation.failures
     engine.close()
 
