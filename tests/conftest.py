@@ -16,6 +16,7 @@ from support.fact_memory import FactMemory
 from support.matrix import SHARES, outside_of_share, share_of
 
 if TYPE_CHECKING:
+    from kvchat.chat.chat_model import ChatModel
     from support.fork_server import ForkServer
     from support.interpreter import Interpreter
     from support.specimens import Specimen
@@ -127,6 +128,22 @@ def interpreter() -> Iterator["Interpreter"]:
     interpreter = Interpreter()
     yield interpreter
     interpreter.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> "ChatModel":
+    """The text side of a model that a scripted engine speaks for."""
+    from support.scripted_engine import text_model, write_text_checkpoint
+
+    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> "ChatModel":
+    """The text side of a model whose template takes tools."""
+    from support.scripted_engine import text_model, write_tool_checkpoint
+
+    return text_model(write_tool_checkpoint(tmp_path_factory.mktemp("tools") / "tools"))
 
 
 @pytest.fixture(scope="session")

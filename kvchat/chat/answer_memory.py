@@ -165,9 +165,7 @@ class AnswerMemory:
             if found is None:
                 return None
             note_use(self._db, _NAME, key)
-            ids = array("I")
-            ids.frombytes(found[1])
-            return KnownAnswer(tuple(ids), FinishReason(found[0]))
+            return KnownAnswer(tuple(array("I", found[1])), FinishReason(found[0]))
         except (sqlite3.Error, ValueError, TypeError) as error:
             _log.warning("a known answer cannot be read: %s", error)
             return None
@@ -291,7 +289,7 @@ class ResponseMemory:
         try:
             row = self._db.execute(query, (self._key(name),)).fetchone()
             known = row is not None and row[0] is not None
-            return Fed(_context(row[0]).tolist(), bytes(row[1])) if known else None
+            return Fed(list(array("i", row[0])), bytes(row[1])) if known else None
         except (sqlite3.Error, ValueError, TypeError) as error:
             _log.warning("a context cannot be read: %s", error)
             return None
@@ -331,9 +329,7 @@ class ResponseMemory:
         return kept
 
     def _text(self, kept: bytes) -> str:
-        ids = array("I")
-        ids.frombytes(kept)
-        pieces, place = [], 0
+        ids, pieces, place = array("I", kept), [], 0
         while place < len(ids):
             end = place + 1 + ids[place]
             pieces.append(self._tokenizer.decode(ids[place + 1 : end]))
@@ -366,13 +362,7 @@ def _open(path: Path | None, table: str) -> sqlite3.Connection:
 def _contexts(db: sqlite3.Connection, table: str, but: bytes = b"") -> "list[array[int]]":
     query = f"SELECT context FROM {table} WHERE context IS NOT NULL AND key <> ?"
     try:
-        return [_context(ids) for (ids,) in db.execute(query, (but,))]
+        return [array("i", ids) for (ids,) in db.execute(query, (but,))]
     except (sqlite3.Error, ValueError, TypeError) as error:
         _log.warning("contexts cannot be read: %s", error)
         return []
-
-
-def _context(data: bytes) -> "array[int]":
-    ids = array("i")
-    ids.frombytes(data)
-    return ids

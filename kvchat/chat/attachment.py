@@ -26,7 +26,7 @@ from kvchat.core.paths import (
     user_path,
     write_state,
 )
-from kvchat.core.text import format_bytes, one_line, text_of
+from kvchat.core.text import fence_of, format_bytes, one_line, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,7 @@ def read_attachment(path: Path, title: str = "") -> Attached:
 def attached_text(name: str, text: str, is_whole: bool = True) -> Attached:
     """Return a text to put before a message as a file of that name."""
     text = text.rstrip("\n")
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    fence = fence_of(text)
     # Without a dot a name could be a word of the message: "Code:" above a fence.
     title = name if _HAS_SUFFIX.search(name) else f"./{name}"
     return Attached(name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_whole)

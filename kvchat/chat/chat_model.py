@@ -224,7 +224,7 @@ class ChatModel:
 
         Returns an empty tuple for None and for any other stop token.
         """
-        if stop_token is None or stop_token != self.format.closing_id:
+        if stop_token is None or stop_token != self.format.answer.closing_id:
             return ()
         return (stop_token,)
 
@@ -253,7 +253,8 @@ def read_chat_model(
     turns = turn_format(files, tokenizer, variables, process)
     # In a model with channels, the closing token of an answer also closes earlier channels.
     has_channels = CHANNEL_TOKEN in (files.chat_template or "")
-    closing = set() if turns.closing_id is None or has_channels else {turns.closing_id}
+    closing_id = turns.answer.closing_id
+    closing = set() if closing_id is None or has_channels else {closing_id}
     return ChatModel(
         name=source.name,
         tokenizer=tokenizer,

@@ -113,6 +113,14 @@ class Conversation:
         self._turns: dict[int, Turn] = {}
         self._children: dict[int, list[int]] = {ROOT: []}
 
+    def copied(self, session_id: str) -> "Conversation":
+        """Return a copy of all turns, with the same tip, as a conversation without a title."""
+        copy = Conversation(session_id, self.created_s, self.system, self.tools)
+        for turn in self.turns():
+            copy.add(turn)
+        copy.move_tip(self.tip_id)
+        return copy
+
     def __len__(self) -> int:
         return len(self._turns)
 

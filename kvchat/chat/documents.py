@@ -16,19 +16,16 @@ from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
 from kvchat.chat.json_requests import read_document, to_json
 from kvchat.chat.session_file import (
-    end_line,
+    conversation_lines,
     read_session,
-    tip_line,
     title_line,
-    tools_line,
-    turn_line,
     without_waiting,
 )
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.errors import SessionNotFound, StoreError, UnreadableFile, UsageError
 from kvchat.core.paths import read_bounded
-from kvchat.core.text import sanitize, sanitize_json, text_of
+from kvchat.core.text import fence_of, sanitize, sanitize_json, text_of
 from kvchat.core.types import FinishReason
 
 # The beginning of a Markdown block, which has to stand at the beginning of a line.
@@ -58,9 +55,7 @@ def to_markdown(conversation: Conversation) -> str:
 
 def _fenced(text: str) -> str:
     """Return a text as a Markdown code block, behind a fence that does not occur in it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    fence = fence_of(text)
     return f"{fence}\n{text.rstrip()}\n{fence}\n"
 
 
@@ -141,14 +136,8 @@ def import_file(store: SessionStore, path: Path) -> str:
     if not len(conversation):
         raise UsageError(f"{path} holds no messages.")
     log = store.create(conversation, "")
-    if conversation.tools is not None:
-        log.write(tools_line(conversation.tools))
-    for turn in conversation.turns():
-        log.write(turn_line(turn))
-        if turn.finish is not None:
-            log.write(end_line(turn.turn_id, turn.finish, {}, turn.calls))
-    log.write(tip_line(conversation.tip_id))
-    log.write(title_line(conversation.title), durable=True)
+    lines = conversation_lines(conversation) + title_line(conversation.title)
+    log.write(lines, durable=True)
     if (problem := log.close()) is not None:
         with suppress(StoreError, SessionNotFound):
             store.remove(conversation.session_id)
@@ -160,12 +149,8 @@ def _from_session(data: bytes, name: str) -> Conversation | None:
     if not data.startswith(b'{"kvchat"'):
         return None
     original = read_session(data, name).conversation
-    tools = original.tools
-    copy = Conversation(new_session_id(), original.created_s, original.system, tools)
+    copy = original.copied(new_session_id())
     copy.title = original.label
-    for turn in original.turns():
-        copy.add(turn)
-    copy.move_tip(original.tip_id)
     return copy
 
 

@@ -111,7 +111,6 @@ class MessageFormat:
     strategy = Strategy.MESSAGES
     switch = ThinkSwitch(("enable_thinking",), has_effort=True, has_none=True)
     answer = AnswerForm(closing=_CLOSING, closing_id=Mark.END)
-    closing_id = int(Mark.END)
     tools = ToolForm(next(f for f in CALL_FORMATS if CALL.strip() in f.openers), False, False, "")
 
     def __init__(self, tokenizer: MessageTokenizer) -> None:

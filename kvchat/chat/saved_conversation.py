@@ -154,8 +154,7 @@ class SavedConversation:
                 self.save(session_file.more_line(asked.turn_id, "", ids, tokenizer))
             turn = replace(turn, token_ids=self.model.answer_ids(self.conversation, turn))
         self.conversation.add(turn)
-        self.save(session_file.turn_line(turn))
-        self.save(session_file.end_line(turn.turn_id, turn.finish or finish, {}, calls))
+        self.save(session_file.whole_turn(turn))
         return turn
 
     def compact(self, plan: CompactionPlan, summary: str | None) -> None:
@@ -249,9 +248,7 @@ class SavedConversation:
             copy_of=turn.turn_id,
         )
         self.conversation.add(copy)
-        self.save(session_file.turn_line(copy))
-        if copy.finish is not None:
-            self.save(session_file.end_line(copy.turn_id, copy.finish, {}, copy.calls))
+        self.save(session_file.whole_turn(copy))
         return copy.turn_id
 
     def forget(self, turn_id: int) -> None:

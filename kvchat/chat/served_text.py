@@ -58,7 +58,6 @@ def text_facts(model: ChatModel) -> dict[str, Any]:
         "strategy": form.strategy.value,
         "switch": asdict(form.switch),
         "answer": asdict(form.answer),
-        "closing_id": form.closing_id,
     }
 
 
@@ -330,7 +329,6 @@ class ServedFormat:
         switch, answer = facts["switch"], dict(facts["answer"])
         self.switch = ThinkSwitch(**{**switch, "toggles": tuple(switch["toggles"])})
         self.answer = AnswerForm(**{**answer, "spaces": Spaces(**answer["spaces"])})
-        self.closing_id: int | None = facts["closing_id"]
 
     def opening(self, turn: NewTurn) -> list[int]:
         return list(self._questions.answer("opening", **_told_turn(turn)))

@@ -100,19 +100,10 @@ class ChatSession(SavedConversation):
         original: Conversation,
     ) -> "ChatSession":
         """Begin a conversation as a copy of another one; the original does not change."""
-        tools = original.tools
-        copy = Conversation(new_session_id(), original.created_s, original.system, tools)
+        copy = original.copied(new_session_id())
         log = store.create(copy, model.name) if store is not None else None
-        lines = [session_file.tools_line(tools)] if tools is not None else []
-        for turn in original.turns():
-            copy.add(turn)
-            lines.append(session_file.turn_line(turn))
-            if turn.finish is not None:
-                lines.append(session_file.end_line(turn.turn_id, turn.finish, {}, turn.calls))
-        copy.move_tip(original.tip_id)
-        lines.append(session_file.tip_line(original.tip_id))
         if log is not None:
-            log.write("".join(lines), durable=True)
+            log.write(session_file.conversation_lines(copy), durable=True)
         session = cls(model, engine, copy, log)
         session.rename(f"{original.label} (fork)")
         return session

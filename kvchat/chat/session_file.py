@@ -108,6 +108,20 @@ def turn_line(turn: Turn) -> str:
     return _line(event)
 
 
+def whole_turn(turn: Turn) -> str:
+    """Return the lines of a complete turn: what adds it, and what ends an answer."""
+    if turn.finish is None:
+        return turn_line(turn)
+    return turn_line(turn) + end_line(turn.turn_id, turn.finish, {}, turn.calls)
+
+
+def conversation_lines(conversation: Conversation) -> str:
+    """Return what follows the first line: the tools, all turns and the tip."""
+    tools = tools_line(conversation.tools) if conversation.tools is not None else ""
+    turns = "".join(map(whole_turn, conversation.turns()))
+    return tools + turns + tip_line(conversation.tip_id)
+
+
 def more_line(
     turn_id: int, text: str, token_ids: Iterable[int], tokenizer: str | None = None
 ) -> str:

@@ -120,10 +120,6 @@ class TurnFormat(Protocol):
         """Return an answer with calls, after its prompt, with the closing token if that is kept."""
 
     @property
-    def closing_id(self) -> int | None:
-        """The control token that the template puts after an answer, None if it puts none there."""
-
-    @property
     def tools(self) -> ToolForm | None:
         """How the template writes tools and calls, None if it does not."""
 
@@ -152,10 +148,6 @@ class ChatTemplate:
         self._spaces = {role: self._find_spaces(role) for role in ("system", "user", "assistant")}
         self.strategy = self._certify()
         self.answer = self._answer_form()
-
-    @property
-    def closing_id(self) -> int | None:
-        return self.answer.closing_id
 
     def opening(self, turn: NewTurn) -> list[int]:
         """Return the ids of a context that starts with this user turn.
@@ -292,7 +284,7 @@ class ChatTemplate:
             *first, last = (self.given_calls("", [call]) for call in calls)
             return [*(part for some in first for part in (*some[:-1], Segment("; "))), *last]
         answer, closing = cut_answer(rendered, self._leads, self._tokenizer)
-        is_kept = bool(closing) and self._tokenizer.token_id(closing) == self.closing_id
+        is_kept = bool(closing) and self._tokenizer.token_id(closing) == self.answer.closing_id
         return [*_fill(answer, said | stand_ins.texts), Segment(closing if is_kept else "")]
 
     def _following_calls(self, turn: NewTurn) -> list[Segment]:
@@ -461,10 +453,6 @@ class PlainText:
 
     def __init__(self, tokenizer: "ChatTokenizer") -> None:
         self._tokenizer = tokenizer
-
-    @property
-    def closing_id(self) -> int | None:
-        return None
 
     def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
         raise AssertionError("plain text has no form for calls")

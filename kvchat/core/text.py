@@ -84,6 +84,14 @@ def sanitize_json(document: str) -> str:
     return _SUSPECT.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
+def fence_of(text: str) -> str:
+    """Return backticks to put around a text in Markdown: as many as do not occur in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return fence
+
+
 def one_line(text: str, max_chars: int = 80) -> str:
     """Return text as one safe line of at most `max_chars`, for a title or a file name."""
     line = " ".join(sanitize(text).split())

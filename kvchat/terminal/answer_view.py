@@ -42,16 +42,12 @@ class AnswerRenderer:
     def __init__(self, painter: Painter) -> None:
         self._painter = painter
         self._stream = MarkdownStream()
-        self._is_thinking = False
+        self.is_thinking = False
         self._has_rows = False
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._is_thinking
 
     def feed(self, text: str, is_thinking: bool, ctx: RenderContext) -> list[Row]:
         rows: list[Row] = []
-        if is_thinking != self._is_thinking:
+        if is_thinking != self.is_thinking:
             rows = self._turn_over(is_thinking, ctx)
         return rows + self._styled(self._stream.feed(text, self._inner(ctx)))
 
@@ -66,17 +62,17 @@ class AnswerRenderer:
     def _turn_over(self, is_thinking: bool, ctx: RenderContext) -> list[Row]:
         rows = self.finish(ctx)
         gap = [Text(end="")] if self._has_rows or rows else []
-        self._is_thinking = is_thinking
+        self.is_thinking = is_thinking
         spoken = self._painter.look.is_spoken
         label = "Thinking:" if is_thinking else "Answer:"
         return [*rows, *gap, *([self._painter.text(label)] if spoken else [])]
 
     def _inner(self, ctx: RenderContext) -> RenderContext:
-        return ctx.narrower(2) if self._is_thinking else ctx
+        return ctx.narrower(2) if self.is_thinking else ctx
 
     def _styled(self, rows: list[Row], is_final: bool = True) -> list[Row]:
         self._has_rows = self._has_rows or (is_final and bool(rows))
-        if not self._is_thinking:
+        if not self.is_thinking:
             return rows
         style = self._painter.style(Role.THINKING)
         glyph = self._painter.look.glyphs.thinking

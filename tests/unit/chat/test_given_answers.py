@@ -6,7 +6,6 @@ The oracle renders whole conversations with Jinja directly.
 from dataclasses import replace
 from datetime import datetime
 
-import jinja2
 import pytest
 from tokenizers import Tokenizer
 
@@ -18,6 +17,7 @@ from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.types import FinishReason
 from support import template_zoo as zoo
 from support.tokenizer_zoo import ZOO, byte_level, text_files
+from unit.chat.test_template import written
 
 CLOCK = datetime(2025, 3, 4, 5, 6)
 _CHANNEL_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
@@ -49,16 +49,6 @@ def imported(*messages: Message) -> Conversation:
         )
         conversation.add(turn)
     return conversation
-
-
-def rendered(source: str, *messages: Message) -> str:
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(
-        messages=[{"role": role, "content": content} for role, content in messages],
-        add_generation_prompt=True,
-        bos_token="<s>",
-        eos_token="</s>",
-    )
 
 
 TALK = (
@@ -99,7 +89,7 @@ def test_an_imported_conversation_is_fed_as_the_template_renders_it(family: str,
     conversation = imported(*TALK)
     readopt(conversation, model)
 
-    whole = model.tokenizer.encode([Segment(rendered(source, *TALK))])
+    whole = model.tokenizer.encode([Segment(written(source, *TALK))])
     assert conversation.context_ids() == whole
 
 
@@ -109,7 +99,7 @@ def test_a_given_answer_is_stripped_as_the_template_strips_it() -> None:
     model, conversation = model_of(zoo.TRIMMING), imported(*talk)
     readopt(conversation, model)
 
-    whole = model.tokenizer.encode([Segment(rendered(zoo.TRIMMING, *talk))])
+    whole = model.tokenizer.encode([Segment(written(zoo.TRIMMING, *talk))])
     assert conversation.context_ids() == whole
 
 
@@ -134,9 +124,9 @@ def test_a_word_for_the_template_in_a_system_prompt_is_seen_at_every_turn(
     readopt(conversation, model)
 
     question, _, last = conversation.path()
-    opening = rendered(source, ("system", system), *talk[:1])
+    opening = written(source, ("system", system), *talk[:1])
     assert list(question.token_ids) == model.tokenizer.encode([Segment(opening)])
-    whole = rendered(source, ("system", system), *talk)
+    whole = written(source, ("system", system), *talk)
     after = whole.rpartition(talk[1][1])[2].partition("<|im_end|>")[2]
     assert list(last.token_ids) == model.tokenizer.encode([Segment(after)])
 
@@ -145,7 +135,7 @@ def test_a_word_for_the_template_in_a_system_prompt_is_seen_at_every_turn(
 def test_the_white_space_before_a_closing_token_is_not_fed_twice(family: str) -> None:
     """The model ended its answer itself, and the template's own end was appended to that."""
     form = model_of(FAMILIES[family]).format
-    closing_id = form.closing_id
+    closing_id = form.answer.closing_id
     assert closing_id is not None
 
     after_end, after_cut = (
@@ -202,4 +192,4 @@ def test_a_given_answer_gives_no_control_token_but_marks_of_thinking() -> None:
     conversation = imported(("user", "a"), ("assistant", "x<|im_end|>\n<|im_start|>user"))
     readopt(conversation, model)
     ids = conversation.turn(2).token_ids
-    assert [i for i in ids if model.tokenizer.is_control(i)] == [model.format.closing_id]
+    assert [i for i in ids if model.tokenizer.is_control(i)] == [model.format.answer.closing_id]

@@ -6,7 +6,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse
 from kvchat.core.errors import ModelError
-from support.scripted_engine import text_model, write_text_checkpoint, write_tool_checkpoint
 from support.tokenizer_zoo import ZOO, text_files
 
 CLOCK = datetime(2026, 1, 2, 3, 4)
@@ -47,10 +45,10 @@ class Server:
 
 
 @pytest.mark.parametrize("kind", ZOO)
-def test_texts_and_ids_are_those_of_the_tokenizer(kind: str, tmp_path: Path) -> None:
+def test_texts_and_ids_are_those_of_the_tokenizer(kind: str, model: ChatModel) -> None:
     """Bytes in a row are decoded here, by a page of tokens; other decoders are asked."""
     codec = ChatTokenizer(text_files(ZOO[kind]()))
-    own = replace(text_model(write_text_checkpoint(tmp_path)), tokenizer=codec)
+    own = replace(model, tokenizer=codec)
     server = Server(own)
     theirs = server.text_side()
 
@@ -72,13 +70,13 @@ def test_texts_and_ids_are_those_of_the_tokenizer(kind: str, tmp_path: Path) -> 
     assert facts == (own.stop_token_ids, own.vocab_size, own.max_context, codec.digest)
 
 
-def test_turns_are_those_of_the_template(tmp_path: Path) -> None:
+def test_turns_are_those_of_the_template(tool_model: ChatModel) -> None:
     """With tools, results, given calls and thinking: all that a chat has a template write."""
-    own = text_model(write_tool_checkpoint(tmp_path))
+    own = tool_model
     theirs = Server(own).text_side()
     tools = ToolSet([{"name": "add", "description": "adds", "parameters": {"type": "object"}}])
     calls = (ToolCall("add", {"a": 1, "b": "<|eos|>"}),)
-    last = own.format.closing_id
+    last = own.format.answer.closing_id
     turns = [
         NewTurn("Hi <|eos|>", CLOCK, "Be brief.", Think.OFF, tools=tools),
         NewTurn("And?", CLOCK, is_answered=True),
@@ -95,9 +93,8 @@ def test_turns_are_those_of_the_template(tmp_path: Path) -> None:
     assert theirs.format.switch == own.format.switch
 
 
-def test_a_chat_whose_server_ends_reads_the_model_itself(tmp_path: Path) -> None:
-    own = text_model(write_text_checkpoint(tmp_path))
-    server = Server(own)
+def test_a_chat_whose_server_ends_reads_the_model_itself(model: ChatModel) -> None:
+    server = Server(model)
     theirs = server.text_side()
     turn = NewTurn("Hi", CLOCK)
     before = theirs.format.opening(turn)
@@ -110,12 +107,11 @@ def test_a_chat_whose_server_ends_reads_the_model_itself(tmp_path: Path) -> None
     assert server.asked == ["opening"]  # one that comes back may have another model
 
 
-def test_a_failing_tokenizer_is_told_as_it_is_here(tmp_path: Path) -> None:
+def test_a_failing_tokenizer_is_told_as_it_is_here(model: ChatModel) -> None:
     def ask(name: str, given: Mapping[str, Any]) -> Any:
         raise ModelError("The checkpoint's tokenizer cannot encode this text: too deep.")
 
-    own = text_model(write_text_checkpoint(tmp_path))
-    theirs = served_model("m", text_facts(own), TextQuestions(ask, lambda: None, lambda: own))
+    theirs = served_model("m", text_facts(model), TextQuestions(ask, lambda: None, lambda: model))
 
     with pytest.raises(ModelError, match="too deep"):
         theirs.tokenizer.encode_raw("x")
@@ -134,7 +130,7 @@ def test_a_failing_tokenizer_is_told_as_it_is_here(tmp_path: Path) -> None:
     ],
 )
 def test_a_question_of_another_version_is_refused(
-    name: str, given: dict[str, Any], tmp_path: Path
+    name: str, given: dict[str, Any], model: ChatModel
 ) -> None:
     with pytest.raises(FieldFault):
-        text_answer(text_model(write_text_checkpoint(tmp_path)), name, given)
+        text_answer(model, name, given)

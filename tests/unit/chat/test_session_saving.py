@@ -88,7 +88,7 @@ def test_an_interrupted_answer_is_kept_to_the_token(
     assert_saved(store, session)
     # The next turn closes what the answer left open.
     following = session.add_user_turn("Stop")
-    assert following.token_ids[0] == session.model.format.closing_id
+    assert following.token_ids[0] == session.model.format.answer.closing_id
     assert (
         finish(session.retry(answer_options())).usage.cached.total
         >= len(session.conversation.context_ids(partial.turn_id)) - 1

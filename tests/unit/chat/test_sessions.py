@@ -124,7 +124,7 @@ def stopping_after(directory: Path, host: ChatHost, text: str) -> tuple[Path, in
     num_tokens = max(n for n, token in enumerate(drawn) if token not in drawn[:n])
     assert num_tokens > 1
     model = never_stopping(tiny_model("llama"))
-    rows = [drawn[num_tokens], host.model.format.closing_id]
+    rows = [drawn[num_tokens], host.model.format.answer.closing_id]
     with torch.no_grad():
         model.lm_head.weight[rows] = model.lm_head.weight[rows[::-1]]
     return save_checkpoint(directory, model), num_tokens
@@ -137,7 +137,7 @@ def test_an_answer_that_stops_by_itself_holds_its_closing_token_once(
     directory, num_tokens = stopping_after(tmp_path / "m", host, text)
     stopping = tiny_host(directory, None)
     session = stopping.new_session()
-    closing = stopping.model.format.closing_id
+    closing = stopping.model.format.answer.closing_id
 
     ended = ask(session, text)
     following = session.add_user_turn("And now?")
@@ -305,7 +305,7 @@ def test_an_answer_known_by_its_text_is_closed_and_answered_from(
     added = session.add_answer("Hi <|end|> there")
     ended = ask(session, "And now?")
 
-    assert added.token_ids[-1] == session.model.format.closing_id
+    assert added.token_ids[-1] == session.model.format.answer.closing_id
     assert list(added.token_ids).count(added.token_ids[-1]) == 1
     assert not added.is_partial
     assert ended.usage.prompt_tokens == len(session.conversation.context_ids(3))

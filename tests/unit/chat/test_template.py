@@ -96,7 +96,7 @@ def test_the_certificate_names_each_habit(
 @pytest.mark.parametrize("source", [zoo.CHATML, zoo.DATED, zoo.NO_SYSTEM, zoo.TRIMMING])
 def test_three_turns_appended_are_the_conversation_rendered_whole(source: str) -> None:
     template = template_of(source)
-    end = template.closing_id
+    end = template.answer.closing_id
     texts = ["Hello there", "a {{ brace }} & <b>\n\nblank", "héh 好 😀"]
     answers = ["Fine.", "Two\nlines"]
 
@@ -204,7 +204,7 @@ def test_a_template_that_wants_lists_of_parts_gets_them(
 def test_the_closing_token_is_dropped_where_the_answer_ended_with_it_and_only_there() -> None:
     template = template_of(zoo.CHATML)
     end = byte_level().token_to_id(END)
-    assert template.closing_id == end
+    assert template.answer.closing_id == end
     interrupted = byte_level().token_to_id("a")
 
     closed, cut = (template.following(NewTurn("x", CLOCK), last) for last in (end, interrupted))
@@ -217,7 +217,7 @@ def test_text_that_closes_an_answer_is_never_dropped() -> None:
     """An answer cut off at a line break once lost the line break the template writes after it."""
     template = template_of(zoo.TEXT_ONLY)
     newline = byte_level().encode("\n").ids[0]
-    assert template.closing_id is None
+    assert template.answer.closing_id is None
 
     assert shown(template.following(NewTurn("x", CLOCK), newline)) == "\nQ: x\nA: "
 
@@ -281,7 +281,7 @@ def test_without_a_template_texts_follow_one_another() -> None:
     plain = turn_format(files, ChatTokenizer(files))
     assert isinstance(plain, PlainText)
     assert plain.strategy is Strategy.NO_TEMPLATE
-    assert plain.closing_id is None
+    assert plain.answer.closing_id is None
 
     assert shown(plain.opening(NewTurn("Once upon", CLOCK, "Rules."))) == "<s>Rules.\n\nOnce upon"
     assert shown(plain.following(NewTurn(f" a time{END}", CLOCK), 3)) == f" a time{END}"

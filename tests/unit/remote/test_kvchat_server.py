@@ -1,10 +1,8 @@
 """A chat whose engine is in a `kvchat serve`: token ids, warmth, and text as a local chat has."""
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +32,12 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
+from support.http_servers import serving_app
 from support.scripted_engine import (
     Author,
     Script,
     ScriptedEngine,
     scripted_build,
-    text_model,
-    write_text_checkpoint,
 )
 
 OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
@@ -49,11 +46,6 @@ PATIENCE_S = 60.0
 
 def author(question: str, sample: int) -> Script:
     return Script(f"{question} Größe 🙂 {sample}")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
 
 
 @contextmanager
@@ -72,23 +64,13 @@ def served(
     responses = ResponseMemory(None, model.tokenizer)
     names = ("scripted",)
     service = Service(host, answering, metrics, OPTIONS, names, responses, "/models/scripted")
-    bound = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         new_app(service, None, Limits(), is_private=is_private),  # type: ignore[arg-type]
         log_config=None,
         lifespan="off",
     )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        answering.close()
-        host.close()
-        bound.close()
+    with closing(host), closing(answering), serving_app(config) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
@@ -139,7 +121,7 @@ def test_a_chat_has_the_same_ids_as_with_its_own_engine(host: ChatHost, model: C
 
     ours, theirs = (session.conversation.context_ids() for session in sessions)
     # The last answer's closing token comes with the next message: the server does not tell it.
-    assert [*ours, model.format.closing_id] == theirs
+    assert [*ours, model.format.answer.closing_id] == theirs
 
 
 def test_what_the_server_cached_is_told_by_tier(host: ChatHost) -> None:
