@@ -71,18 +71,26 @@ class KeptKv(Protocol):
         """
 
 
+def saved_contexts(
+    store: SessionStore, session_ids: Iterable[str]
+) -> dict[str, tuple[str, list[int]]]:
+    """Return the model and the context of each conversation that is not empty and can be read."""
+    contexts: dict[str, tuple[str, list[int]]] = {}
+    for session_id in session_ids:
+        try:
+            read = store.read(session_id)
+        except KvchatError:  # lists of conversations show that it cannot be read
+            continue
+        if ids := read.conversation.context_ids():
+            contexts[session_id] = read.model, ids
+    return contexts
+
+
 def kept_costs(store: SessionStore, kept: KeptKv, session_ids: Iterable[str]) -> dict[str, Cost]:
     """Return the cost of each conversation's next message with the model that it began with.
 
     Conversations that are empty or cannot be read have none. Needs no loaded model.
     """
-    contexts: dict[str, tuple[str, list[int]]] = {}
-    for session_id in session_ids:
-        try:
-            read = store.read(session_id)
-        except KvchatError:  # the list shows that it cannot be read
-            continue
-        if ids := read.conversation.context_ids():
-            contexts[session_id] = read.model, ids
+    contexts = saved_contexts(store, session_ids)
     places = kept.locate(list(contexts.values()))
     return {name: each.cost() for name, each in zip(contexts, places, strict=True)}

@@ -473,8 +473,10 @@ def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
 def _chat_interactively(
     settings: Settings, request: ChatRequest, child: "RenderingChild | None"
 ) -> int:
+    from kvchat.chat.turn_loop import LoadRelay
     from kvchat.cli.output import Notices
-    from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
+    from kvchat.terminal.repl import ReplSetup, run
+    from kvchat.terminal.theme import Look
 
     relay, notices = LoadRelay(), Notices(settings["quiet"])
     controller, toolbox, settings = _open_controller(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from kvchat.chat.kept_kv import saved_contexts
 from kvchat.chat.surroundings import TO_A_REAL_MODEL
 from kvchat.cli.build import memory_of, session_store, settings_of, store_admin, user_paths
 from kvchat.cli.lines import confirm, print_line, say
@@ -40,18 +41,12 @@ def _warm(settings: Settings) -> dict[str, int]:
     """Return how many of the last conversations have KV on the disk, by their models' names."""
     if not (user_paths().cache.exists() or settings["cache_dir"]):
         return {}
-    store, contexts = session_store(settings), []
+    store = session_store(settings)
     try:
         session_ids = store.ids()[:_MOST_READ]
     except KvchatError:
         return {}
-    for session_id in session_ids:
-        try:
-            read = store.read(session_id)
-        except KvchatError:  # `kvchat sessions` shows that it cannot be read
-            continue
-        if ids := read.conversation.context_ids():
-            contexts.append((read.model, ids))
+    contexts = list(saved_contexts(store, session_ids).values())
     if not contexts:
         return {}
     places = store_admin(settings).locate(contexts)

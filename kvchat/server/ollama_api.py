@@ -35,7 +35,7 @@ from kvchat.server.ollama_fields import (
 )
 from kvchat.server.openai_api import with_suffix
 from kvchat.server.service import Service, facts, moment, until_gone
-from kvchat.server.streaming import EventStream
+from kvchat.server.streaming import EventStream, StreamWriter
 
 # Clients ask for a version before they use what a later one brought: tools, thinking, schemas.
 _VERSION = "0.12.0"
@@ -212,15 +212,12 @@ def _ending(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     }
 
 
-class _Lines:
-    """Writes an answer as lines of JSON."""
+class _Lines(StreamWriter):
+    """Writes an answer as lines of JSON, all of which are parts of the answer to these clients."""
 
     def __init__(self, answer: Answer, form: _Form) -> None:
         self._answer = answer
         self._form = form
-
-    def begin(self) -> str:
-        return ""
 
     def text(self, event: AnswerText) -> str:
         part = self._form.part("", event.text) if event.is_thinking else self._form.part(event.text)
@@ -231,12 +228,6 @@ class _Lines:
 
     def ended(self, event: AnswerEnded) -> str:
         return _line({**self._form.part(), **_ending(event, self._answer)})
-
-    def ping(self) -> str:
-        return ""  # every line is a part of the answer to these clients
-
-    def finish(self) -> str:
-        return ""
 
     def fail(self, error: ApiError) -> str:
         return _line(ollama_form(error))

@@ -42,7 +42,7 @@ from kvchat.server.guard import client_of
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
 from kvchat.server.service import Service, facts, finish_word, moment, until_gone
-from kvchat.server.streaming import EventStream, Progress, TextFrame, sse
+from kvchat.server.streaming import EventStream, Progress, StreamWriter, TextFrame, sse
 
 Prompt = str | tuple[int, ...]
 
@@ -335,7 +335,7 @@ class _TextForm:
 
 
 @dataclass(eq=False)
-class _Chunks:
+class _Chunks(StreamWriter):
     """Writes the chunks that chat and plain completions have in common."""
 
     kind: ClassVar[str | None] = None
@@ -346,9 +346,6 @@ class _Chunks:
     num_samples: int
     answers: list[AnswerEnded] = field(default_factory=list, init=False)
     frames: dict[tuple[int, str], TextFrame] = field(default_factory=dict, init=False)
-
-    def begin(self) -> str:
-        return ""
 
     def _framed(self, sample: int, name: str, text: str, write: Callable[[str], str]) -> str:
         """Return what `write` does of a text, the same for all texts of a sample under a name."""

@@ -26,7 +26,9 @@ _EVENTS = "text/event-stream"
 class StreamWriter(Protocol):
     """Writes one answer's events as text of a stream; each call may return "" for nothing."""
 
-    def begin(self) -> str: ...
+    def begin(self) -> str:
+        """The stream begins."""
+        return ""
 
     def text(self, event: AnswerText) -> str: ...
 
@@ -36,9 +38,11 @@ class StreamWriter(Protocol):
 
     def ping(self) -> str:
         """Nothing was written for a while: return what clients take for a sign of life."""
+        return ""
 
     def finish(self) -> str:
         """All samples have ended."""
+        return ""
 
     def fail(self, error: ApiError) -> str:
         """The request failed after the stream began."""

@@ -267,9 +267,6 @@ def _unsent(count: int, is_kept: bool, has_history: bool) -> str | None:
     return f"{plural(count, 'message')} {was} not sent.{kept}"
 
 
-__all__ = ["LoadRelay", "Look", "ReplSetup", "run", "run_repl"]
-
-
 # Attributes reset, cursor shown, wrapping on, bracketed paste and synchronised output off.
 _RESET = b"\x1b[0m\x1b[?25h\x1b[?7h\x1b[?2004l\x1b[?2026l"
 

@@ -30,11 +30,13 @@ from kvchat.chat.attachment import read_attachment
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
+from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal import keys, line_view
 from kvchat.terminal.prompt import Terminal
-from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
+from kvchat.terminal.repl import ReplSetup, run
+from kvchat.terminal.theme import Look
 from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
 from support.scripted_engine import Loading, Script, ScriptedEngine, scripted_build, text_model
