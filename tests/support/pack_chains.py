@@ -6,6 +6,7 @@ A block's image is derived from its chain key, so that a block handed to another
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids
@@ -16,8 +17,10 @@ LAYOUT = Layout(identity=b"model of a test.", block_size=2, block_bytes=40_000)
 ROOM = 8 << 20
 
 
-def open_tier(directory: Path, limit_bytes: int = ROOM, layout: Layout = LAYOUT) -> DiskTier:
-    return DiskTier(directory, layout, limit_bytes, min_free_bytes=0)
+def open_tier(
+    directory: Path, limit_bytes: int = ROOM, layout: Layout = LAYOUT, **settings: Any
+) -> DiskTier:
+    return DiskTier(directory, layout, limit_bytes, **{"min_free_bytes": 0, **settings})
 
 
 def keys_of(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> list[bytes]:

@@ -17,7 +17,9 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.tier import DamagedRecord
+from kvchat.core.errors import StoreError
 from support.pack_chains import (
+    LAYOUT,
     find,
     num_found,
     open_tier,
@@ -92,8 +94,9 @@ def a_directory(path: Path) -> None:
         a_directory,
         lambda path: os.truncate(path, 0),
         lambda path: os.truncate(path, 1000),
+        lambda path: path.write_bytes(b"XXXX" + path.read_bytes()[4:]),
     ],
-    ids=["missing", "flipped", "huge", "link", "pipe", "directory", "empty", "cut"],
+    ids=["missing", "flipped", "huge", "link", "pipe", "directory", "empty", "cut", "begun else"],
 )
 def test_a_spoiled_payload_is_refused_once_and_can_be_written_again(
     tmp_path: Path, spoil: Callable[[Path], None]
@@ -107,9 +110,20 @@ def test_a_spoiled_payload_is_refused_once_and_can_be_written_again(
     with pytest.raises(DamagedRecord):
         tier.read(found)
 
+    assert tier.status().trouble
     assert find(tier, IDS) == []
     assert save(tier, IDS)
     assert restored(tier, IDS) == 3
+
+
+def test_verify_reads_everything_and_drops_what_is_damaged(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for first in range(3):
+        save(tier, [first, *IDS])
+    flipped(payload_files(tmp_path)[0])
+
+    assert tier.verify() == (2, 1)
+    assert tier.verify() == (2, 0)
 
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(2000, marks=pytest.mark.soak)])
@@ -197,6 +211,50 @@ def test_a_table_that_lies_about_a_size_takes_no_memory(tmp_path: Path) -> None:
     assert tier._db.table.largest() == 0
     assert save(tier, IDS)
     assert restored(tier, IDS) == 3
+
+
+def test_a_lost_table_leaves_files_that_gc_removes(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for path in database(tmp_path).parent.glob("cache.db*"):
+        path.unlink()
+
+    tier = open_tier(tmp_path)
+    assert restored(tier, IDS) == 0
+    tier.gc()
+    assert payload_files(tmp_path) == []
+    assert save(tier, IDS)
+
+
+def test_a_busy_table_is_a_miss(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, IDS)
+    with sqlite3.connect(database(tmp_path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert not save(tier, [7, 7, 7, 7])
+        assert tier.status().num_held_up == 1
+        assert tier.status().trouble == "", "it passes"
+        other.rollback()
+    other.close()
+
+    assert save(tier, [7, 7, 7, 7])
+
+
+def test_a_full_disk_keeps_nothing_more_and_says_so(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, min_free_bytes=1 << 60)
+
+    assert not save(tier, IDS)
+    assert "nearly full" in tier.status().trouble
+    assert tier.status().num_failed_writes == 1
+
+
+def test_a_directory_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="Cannot use the directory"):
+        open_tier(Path("/proc/kv"))
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / LAYOUT.identity.hex()).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="symbolic link"):
+        open_tier(tmp_path)
 
 
 def test_a_directory_deleted_while_running_is_made_again(tmp_path: Path) -> None:

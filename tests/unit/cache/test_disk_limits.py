@@ -12,11 +12,12 @@ import pytest
 from kvchat.cache.disk import quota
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.model_dirs import set_last_used
 from kvchat.cache.disk.payload_files import PayloadFiles
 from kvchat.cache.disk.quota import least_bytes
-from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
+from support.clock import Clock
 from support.pack_chains import (
     LAYOUT,
     ROOM,
@@ -30,6 +31,8 @@ from support.pack_chains import (
     save,
     used_bytes,
 )
+
+OTHER = replace(LAYOUT, identity=b"another model...")
 
 
 def test_a_context_comes_back_after_the_tier_was_closed(tmp_path: Path) -> None:
@@ -72,12 +75,23 @@ def test_a_shorter_pack_that_another_process_wrote_meanwhile_is_continued(
     assert tier.status().num_packs == 2
 
 
-def test_another_model_in_the_same_directory_finds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", [OTHER, replace(LAYOUT, block_size=4), replace(LAYOUT, block_bytes=20_000)]
+)
+def test_another_model_or_geometry_in_the_same_directory_finds_nothing(
+    tmp_path: Path, other: Layout
+) -> None:
     save(open_tier(tmp_path), [1, 2, 3, 4])
-    other = replace(LAYOUT, identity=b"another model...")
 
     assert find(open_tier(tmp_path, layout=other), [1, 2, 3, 4], other) == []
     assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
+
+
+def test_a_key_that_collides_does_not_answer_for_other_ids(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4])
+
+    assert tier.find(keys_of(tier, [1, 2, 3, 4]), encode_ids([9, 9, 9, 9])) == []
 
 
 def test_files_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -133,14 +147,20 @@ def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(
 
 
 def test_a_full_store_never_forgets_the_prefix_of_what_it_is_given(tmp_path: Path) -> None:
-    """A chain longer than the store: what cannot be kept is not written, its beginning stays."""
-    tier = open_tier(tmp_path, limit_bytes=4 << 20)
+    """A chain longer than the store: what cannot be kept is not written, its beginning stays.
+
+    It once lost the pack that the next one was to continue.
+    """
+    tier, kept = open_tier(tmp_path, limit_bytes=4 << 20), 0
     ids: list[int] = []
     for turn in range(40):
         ids += [turn] * 2 * 4
         save(tier, ids)
-        assert num_found(tier, ids) > 0
+        assert num_found(tier, ids) >= max(kept, 1)
+        kept = num_found(tier, ids)
         assert used_bytes(tmp_path) <= 4 << 20
+
+    assert not tier.status().num_evicted
 
 
 def test_the_limit_holds_while_ten_times_as_much_is_written(tmp_path: Path) -> None:
@@ -181,10 +201,9 @@ def test_a_limit_below_one_pack_writes_nothing(tmp_path: Path) -> None:
 def test_what_another_model_left_goes_before_what_this_one_just_wrote(tmp_path: Path) -> None:
     """The limit is shared. Who changes models must not find the new one's cache always empty."""
     limit = 6 << 20
-    other = replace(LAYOUT, identity=b"another model...")
-    first = open_tier(tmp_path, limit, other)
+    first = open_tier(tmp_path, limit, OTHER)
     for number in range(40):
-        save(first, [number] * 6, other)
+        save(first, [number] * 6, OTHER)
     first.close()
     tier = open_tier(tmp_path, limit)
     ids: list[int] = []
@@ -281,17 +300,66 @@ def test_what_else_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
     assert (letters / "one.txt").read_text() == "dear"
 
 
+def test_old_model_dirs_go(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    save(tier, [1, 2, 3, 4])
+    tier.close()
+
+    old = tmp_path / LAYOUT.identity.hex()
+    for num_days, is_kept in ((0, True), (13, True), (15, False)):
+        open_tier(tmp_path, layout=OTHER).close()  # it was used just now
+        if old.exists():
+            set_last_used(old, time.time() - num_days * 86400.0)
+        open_tier(tmp_path, layout=OTHER).close()
+        assert old.exists() == is_kept
+
+
+def test_a_clock_that_jumps_deletes_nothing(tmp_path: Path) -> None:
+    """A start with the clock 14 years ahead deleted all KV, that of other models too."""
+    ids, later = [1, 2, 3, 4], [5, 6, 7, 8]
+    for layout in (LAYOUT, OTHER):
+        tier = open_tier(tmp_path, layout=layout)
+        save(tier, ids, layout)
+        tier.close()
+
+    for _ in range(2):
+        tier = open_tier(tmp_path, clock=lambda: time.time() + 14 * 365 * 86400.0)
+        assert restored(tier, ids) == 2
+        save(tier, later)
+        tier.close()
+    assert (tmp_path / OTHER.identity.hex()).exists()
+
+    tier = open_tier(tmp_path)  # the clock is right again
+    assert restored(tier, ids) == restored(tier, later) == 2
+    newest_s = tier._db.table.newest_use_s()
+    assert newest_s <= time.time() + 60.0, "nothing stays dear for 14 years"
+
+
+def test_a_pause_makes_nothing_older_than_a_week(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = open_tier(tmp_path, clock=clock)
+    save(tier, [1, 2, 3, 4])
+    clock.now_s += 25 * 86400.0
+    save(tier, [5, 6, 7, 8])
+    tier.close()
+
+    clock.now_s += 4 * 86400.0  # of 29 days without a use
+    assert open_tier(tmp_path, clock=clock).status().num_packs == 2
+    clock.now_s += 40 * 86400.0  # now one has 32 days, for a pause is a week at most
+    assert open_tier(tmp_path, clock=clock).status().num_packs == 1
+
+
 def test_what_was_asked_once_goes_before_what_is_older(tmp_path: Path) -> None:
     """A night of scripts once pushed out the conversations of the day before."""
-    limit, now_s = 5 << 20, [1e9]
-    chat = DiskTier(tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0])
+    limit, clock = 5 << 20, Clock(1e9)
+    chat = open_tier(tmp_path, limit, clock=clock)
     for number in range(5):
         save(chat, [number] * 12)
     chat.close()
-    now_s[0] += 3600.0
-    scripts = DiskTier(tmp_path, LAYOUT, limit, min_free_bytes=0, clock=lambda: now_s[0])
+    clock.now_s += 3600.0
+    scripts = open_tier(tmp_path, limit, clock=clock)
     for number in range(10, 60):
-        now_s[0] += 100.0
+        clock.now_s += 100.0
         assert save(scripts, [number] * 12, is_one_shot=True)
 
     assert scripts.status().num_evicted > 20
@@ -302,12 +370,12 @@ def test_what_a_prompt_has_found_is_not_evicted_while_it_comes_up(tmp_path: Path
     """Room was made before it was noted what had been found: an old conversation, being restored
     while another was saved, was what went.
     """
-    now_s = [1e9]
-    tier = DiskTier(tmp_path, LAYOUT, 8 << 20, min_free_bytes=0, clock=lambda: now_s[0])
+    clock = Clock(1e9)
+    tier = open_tier(tmp_path, 8 << 20, clock=clock)
     for number in range(5):
-        now_s[0] += 1000.0
+        clock.now_s += 1000.0
         save(tier, [number] * 12)
-    now_s[0] += 1000.0
+    clock.now_s += 1000.0
     assert num_found(tier, [0] * 12) == 6
     tier._quota.limit_bytes = tier._quota.used_bytes(tier._db.table)
 
@@ -351,10 +419,10 @@ def test_pins_outlast_everything_and_yield_to_the_limit_alone(tmp_path: Path) ->
     assert num_found(tier, ids) == 10
     tier.close()
 
-    now_s = [time.time()]
+    clock = Clock(time.time())
     for _ in range(6):  # a longer pause counts as a week
-        now_s[0] += 6 * 86400.0
-        far = DiskTier(tmp_path, LAYOUT, 5 << 20, min_free_bytes=0, clock=lambda: now_s[0])
+        clock.now_s += 6 * 86400.0
+        far = open_tier(tmp_path, 5 << 20, clock=clock)
         assert num_found(far, ids) == 10, "time to live is not for pins"
         num_packs = far.status().num_packs
         far.close()
@@ -419,17 +487,17 @@ def test_whatever_goes_no_pack_loses_what_it_continues(tmp_path: Path) -> None:
 
 
 def test_a_use_is_remembered_and_so_is_what_followed(tmp_path: Path) -> None:
-    now_s = [1e9]
-    tier = DiskTier(tmp_path, LAYOUT, 8 << 20, min_free_bytes=0, clock=lambda: now_s[0])
+    clock = Clock(1e9)
+    tier = open_tier(tmp_path, 8 << 20, clock=clock)
     save(tier, [1, 2, 3, 4])
     save(tier, [9, 9])
     for number in range(3):
-        now_s[0] += 3600.0
+        clock.now_s += 3600.0
         find(tier, [9, 9])
         save(tier, [1, 2, 3, 4, number, number])
     name = keys_of(tier, [1, 2])[0]
 
     use = tier._reader.known_packs(tier._db.table)[name].use
 
-    assert (use.num_uses, use.num_followed, use.last_s) == (4, 3, now_s[0])
-    assert use.credit_s > now_s[0]
+    assert (use.num_uses, use.num_followed, use.last_s) == (4, 3, clock.now_s)
+    assert use.credit_s > clock.now_s
