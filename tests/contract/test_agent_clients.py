@@ -25,8 +25,6 @@ from support.scripted_engine import (
     Author,
     Script,
     ScriptedEngine,
-    text_model,
-    write_tool_checkpoint,
 )
 from unit.remote.test_kvchat_server import served
 
@@ -55,11 +53,6 @@ AGENTS = {
     "opencode": Agent("bash", {"command": MAKE, "description": "x"}),
     "qwen": Agent("run_shell_command", {"command": MAKE, "is_background": False}, ("--yolo",)),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_tool_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
 
 
 def run(name: str, url: str, home: Path, question: str) -> "subprocess.CompletedProcess[str]":
@@ -91,7 +84,7 @@ def run(name: str, url: str, home: Path, question: str) -> "subprocess.Completed
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_runs_a_tool_and_its_next_session_begins_warm(
-    name: str, model: ChatModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tool_model: ChatModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which(CLIENTS[name].program, path=f"{PROGRAMS}:{os.environ['PATH']}") is None:
         pytest.skip(f"{CLIENTS[name].title} is not installed: `make test-clients`")
@@ -111,7 +104,7 @@ def test_an_agent_runs_a_tool_and_its_next_session_begins_warm(
         return Script(f"<tool_call>\n{json.dumps(call)}\n</tool_call>", tokens_per_step=64)
 
     for questions in (("Make the file now.", "Once more, please."), ("After a restart.",)):
-        with stable_server(model, author, tmp_path / "answers.db") as url:
+        with stable_server(tool_model, author, tmp_path / "answers.db") as url:
             for question in questions:
                 before = list(prompts)
                 done = run(name, url, tmp_path, question)

@@ -388,34 +388,29 @@ def test_what_must_start_fast_loads_neither_torch_nor_transformers(statement: st
     assert done.stdout.split() == ["False", "False"]
 
 
+def loaded_with(imports: str, modules: set[str]) -> str:
+    """Return the list of those modules that a process has loaded after these imports."""
+    path = [str(ROOT), str(ROOT / "kernels")]
+    script = (
+        f"import sys; sys.path[:0] = {path}; import {imports}; "
+        f"print(sorted({modules} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
 def test_a_chat_needs_no_terminal() -> None:
     """A server is one more front end: all of the chat floor loads without the floors above it."""
     modules = sorted(path.stem for path in (ROOT / "kvchat" / "chat").glob("[a-z]*.py"))
     assert {"controller", "host", "json_requests", "turn_loop"} <= set(modules)
     above = {"kvchat.terminal", "kvchat.cli", "rich", "prompt_toolkit", "typer"}
-    imports = ", ".join(f"kvchat.chat.{name}" for name in modules)
-    path = [str(ROOT), str(ROOT / "kernels")]
-    script = (
-        f"import sys; sys.path[:0] = {path}; import {imports}; "
-        f"print(sorted({above} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
 
-    assert done.stdout.split() == ["[]"]
+    assert loaded_with(", ".join(f"kvchat.chat.{name}" for name in modules), above) == "[]"
 
 
 def test_one_prompt_of_a_script_loads_nothing_that_draws() -> None:
     """`kvchat -p` begins to load its model only after these imports."""
     above = {"rich.console", "pygments", "prompt_toolkit"}
-    path = [str(ROOT), str(ROOT / "kernels")]
-    script = (
-        f"import sys; sys.path[:0] = {path}; import kvchat.cli.script; "
-        f"print(sorted({above} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-
-    assert done.stdout.split() == ["[]"]
+    assert loaded_with("kvchat.cli.script", above) == "[]"

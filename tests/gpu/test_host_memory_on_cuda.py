@@ -9,12 +9,10 @@ from kvchat.bench.engines import complete, random_ids
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.checkpoint.source import find_model
+from support.assembled import assemble
 from support.cached_contexts import images_of
 from support.chains import new_chain
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
@@ -90,14 +88,10 @@ def test_host_memory_is_pinned_and_within_its_limit(manager: CacheManager, chain
 
 def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "model", never_stopping(tiny_model("llama")))
-    model = ModelConfig(str(checkpoint), device="cuda", dtype="float32")
     prompts = [random_ids(300, 256, seed=seed) for seed in range(4)]
 
     def build(cache: CacheConfig) -> Engine:
-        source = find_model(str(checkpoint))
-        return build_engine(
-            source, model, cache, EngineConfig(), NO_MEMORY, lambda event: None
-        ).engine
+        return assemble(checkpoint, cache=cache, device="cuda").engine
 
     def answers(engine: Engine) -> tuple[list[tuple[int, ...]], int]:
         found = [complete(engine, prompt, 8) for _ in range(2) for prompt in prompts]

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from kvchat.bench.engines import complete, random_ids
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import AssembledEngine, build_engine
-from kvchat.model.checkpoint.source import find_model
+from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.packed.experts import has_packed_experts
 from kvchat.model.self_test import compare_with_own
+from support.assembled import assemble
 from support.checkpoints import VOCAB_SIZE, never_stopping, save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
 from support.gpu_packs import MIXTURES
@@ -32,9 +31,7 @@ def build(
     weights: str = "auto",
 ) -> AssembledEngine:
     cache = CacheConfig(device_bytes=Size(num_bytes=16 << 20), directory=directory)
-    model = ModelConfig(str(checkpoint), device=DEVICE, dtype=dtype, weights=weights)
-    source = find_model(str(checkpoint))
-    return build_engine(source, model, cache, EngineConfig(), NO_MEMORY, lambda event: None)
+    return assemble(checkpoint, dtype, cache, device=DEVICE, weights=weights)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma3_text", "gpt_oss"])

@@ -6,7 +6,6 @@ the KV beside the file of the one that reads it.
 """
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvchat.cache.disk.memory import DiskMemory
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.stats import TierStatus
-from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, CachedTokens
-from kvchat.engine.assembly import build_engine
-from kvchat.engine.engine import Engine
-from kvchat.model.checkpoint.source import find_model
+from kvchat.core.types import CachedTokens
 from kvchat.model.files.checkpoint_files import mark
 from support.architectures import SUPPORTED
+from support.assembled import begin_life
 from support.checkpoints import save_checkpoint, tiny_model
-from support.greedy_answer import greedy_answer
 from support.matrix import spread
 from support.specimens import random_ids
 
-MIB = 1 << 20
 BLOCK = 16
 PROMPT = random_ids(70, 1)
 LAYER = "model.layers.1."
@@ -48,42 +40,6 @@ TENSORS = [
 ]
 # What rounding moves most: few bits, experts chosen by them.
 QUICK = [("llama", "float16"), ("qwen3_moe", "bfloat16"), ("gpt_oss, sinks", "bfloat16")]
-
-
-@dataclass
-class Life:
-    """One engine, and what it has been asked."""
-
-    engine: Engine
-
-    def answer(self, prompt: list[int], count: int = 8) -> tuple[list[int], CachedTokens]:
-        return greedy_answer(self.engine, prompt, count)
-
-    def disk(self) -> TierStatus:
-        chain = self.engine.chain
-        assert chain.flush(60.0)
-        status = self.engine.status().tier("disk")
-        assert status is not None
-        return status
-
-
-def start(checkpoint: Path, home: Path | None, dtype: str) -> Life:
-    cache = CacheConfig(
-        BLOCK,
-        device_bytes=Size(num_bytes=8 * MIB),
-        disk_bytes=Size(num_bytes=64 * MIB),
-        directory=home / "kv" if home is not None else None,
-    )
-    memory = DiskMemory(home / "state") if home is not None else NO_MEMORY
-    built = build_engine(
-        find_model(str(checkpoint)),
-        ModelConfig(dtype=dtype),
-        cache,
-        EngineConfig(),
-        memory,
-        lambda _: None,
-    )
-    return Life(built.engine)
 
 
 def perturbed(checkpoint: Path, tensor: str, copy: Path, amount: float) -> Path:
@@ -117,8 +73,8 @@ def homes(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     found = {}
     for dtype in ("float32", "bfloat16"):
         found[dtype] = tmp_path_factory.mktemp(f"home-{dtype}")
-        life = start(llama, found[dtype], dtype)
-        life.answer(PROMPT)
+        life = begin_life(llama, found[dtype], dtype)
+        life.answer(PROMPT, 8)
         life.engine.close()
     return found
 
@@ -135,11 +91,11 @@ def test_no_tensor_may_be_another(
 ) -> None:
     home = shutil.copytree(homes[dtype], tmp_path / "home")
     other = perturbed(llama, tensor, tmp_path / "other", amount=1.0)
-    cold, _ = start(other, None, dtype).answer(PROMPT)
+    cold, _ = begin_life(other, None, dtype).answer(PROMPT, 8)
     forge(home, other, llama)
 
-    life = start(other, home, dtype)
-    answer, cached = life.answer(PROMPT)
+    life = begin_life(other, home, dtype)
+    answer, cached = life.answer(PROMPT, 8)
 
     assert answer == cold
     assert cached == CachedTokens()
@@ -147,8 +103,8 @@ def test_no_tensor_may_be_another(
     assert disk.num_quarantined == 64 // BLOCK
     assert "not this model's" in disk.trouble
     life.engine.close()
-    again = start(other, home, dtype)
-    resumed, cached = again.answer(PROMPT)
+    again = begin_life(other, home, dtype)
+    resumed, cached = again.answer(PROMPT, 8)
     assert cached == CachedTokens(disk=64)  # its own by now
     assert (
         resumed == cold or dtype != "float32"
@@ -169,12 +125,12 @@ def test_no_alarm_is_false(family: str, dtype: str, tmp_path: Path) -> None:
     """Whatever the step's other rows: the prompts that follow differ in length."""
     model_type, settings = SUPPORTED[family]
     checkpoint = save_checkpoint(tmp_path / "model", tiny_model(model_type, **settings))
-    life = start(checkpoint, tmp_path, dtype)
-    life.answer(PROMPT)
+    life = begin_life(checkpoint, tmp_path, dtype)
+    life.answer(PROMPT, 8)
     life.engine.close()
 
     for number in (1, 17):
-        again = start(checkpoint, tmp_path, dtype)
+        again = begin_life(checkpoint, tmp_path, dtype)
         _, cached = again.answer([*PROMPT, *random_ids(number, number)], 2)
         assert cached.disk >= 64
         assert again.disk().num_quarantined == 0

@@ -22,7 +22,7 @@ from kvchat.model.packed.experts import ExpertPacksByTurns, expert_packs_of
 from kvchat.model.packed.formats import PackedTensor, Packing, unpacked
 from kvchat.model.packed.quantise import is_packed, pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat_kernels.linear.blocks import dequantised
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 from support import packers
 from support.checkpoints import save_checkpoint, tiny_model
 from support.matrix import spread
@@ -254,17 +254,24 @@ _IN_BLOCKS = [
 ]
 
 
+def packs_and_weights(
+    packed: Path, plain: Path
+) -> tuple[LoadedModel, list[tuple[BlockWeights, torch.Tensor]]]:
+    """Return a packed model, and its packed weights with those that they stand for."""
+    ours, twins = load(packed, "auto"), dict(load(plain).module.named_modules())
+    packs = ((name, pack_of(layer)) for name, layer in ours.module.named_modules())
+    return ours, [(pack.weights, twins[name].weight) for name, pack in packs if pack]
+
+
 @pytest.mark.parametrize("name", _IN_BLOCKS)
 def test_groups_of_whole_numbers_stay_in_blocks(name: str, original: Path, tmp_path: Path) -> None:
     packed, plain = pair(original, tmp_path, name)
 
-    ours, theirs = load(packed, "auto"), load(plain)
+    ours, packs = packs_and_weights(packed, plain)
 
-    twins = dict(theirs.module.named_modules())
-    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
     assert len(packs) == 7
-    for module_name, pack in packs.items():
-        assert torch.equal(dequantised(pack.weights), twins[module_name].weight), module_name
+    for held, weight in packs:
+        assert torch.equal(dequantised(held), weight)
     assert ours.weights == "blocks"
     assert compare_with_own(ours) > 0.995  # activations are rounded to 8 bits, too
 
@@ -280,15 +287,12 @@ def test_floats_of_8_bits_stay_so(
     model = tiny_model("llama", **sizes, intermediate_size=256, num_hidden_layers=1)
     packed, plain = pair(save_checkpoint(tmp_path / "original", model), tmp_path, name)
 
-    ours, theirs = load(packed, "auto"), load(plain)
+    ours, packs = packs_and_weights(packed, plain)
 
-    twins = dict(theirs.module.named_modules())
-    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
     assert len(packs) == 7
-    for module_name, pack in packs.items():
-        weight = twins[module_name].weight
-        assert torch.allclose(dequantised(pack.weights), weight, rtol=1e-6), module_name
-        assert pack.weights.num_bytes <= 1.05 * weight.numel()
+    for held, weight in packs:
+        assert torch.allclose(dequantised(held), weight, rtol=1e-6)
+        assert held.num_bytes <= 1.05 * weight.numel()
     assert ours.compiled is not None
     assert compare_with_own(ours) > 0.999
     monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: True)
@@ -307,16 +311,13 @@ def test_nvfp4_takes_the_bytes_of_its_file(
     model = tiny_model("llama", hidden_size=128, **heads, intermediate_size=320)
     packed, plain = pair(save_checkpoint(tmp_path / "original", model), tmp_path, name)
 
-    ours, theirs = load(packed, "auto"), load(plain)
+    ours, packs = packs_and_weights(packed, plain)
 
-    twins = dict(theirs.module.named_modules())
-    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
     assert len(packs) == 7 * ours.module.config.num_hidden_layers
-    for module_name, pack in packs.items():
-        weight = twins[module_name].weight
-        assert torch.allclose(dequantised(pack.weights), weight, rtol=1e-6), module_name
+    for held, weight in packs:
+        assert torch.allclose(dequantised(held), weight, rtol=1e-6)
         of_rows = 4 * len(weight)
-        assert pack.weights.num_bytes == weight.numel() * 9 // 16 + of_rows
+        assert held.num_bytes == weight.numel() * 9 // 16 + of_rows
     assert ours.compiled is not None
     assert compare_with_own(ours) > 0.999
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,9 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
     """The terminal turns Enter into a line feed until the prompt has taken it over: read as a key
     that would be Ctrl-J, and the message would wait in the prompt as its first line."""
     command = ("support.scripted_repl", [str(checkpoint)])
-    chat = PtyScreen(fork_server, *command, typed="early\rand ha")
-    try:
+    with closing(PtyScreen(fork_server, *command, typed="early\rand ha")) as chat:
         chat.wait_for("/help for help").type("lf").wait_for("You said 'early' (0).")
         chat.wait_for("❯ and half")
-    finally:
-        chat.close()
 
 
 def test_what_libraries_write_to_stderr_does_not_tear_the_screen(

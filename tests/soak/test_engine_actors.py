@@ -21,10 +21,10 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.sampler import sample_seed
 from kvchat_kernels.host_sampler import gumbel_noise, row_key
-from support.checkpoints import byte_tokenizer
 from support.engine_harness import SteppedEngine
 from support.soak_sizes import short_and_long
 from support.specimens import Specimen, engine_on, make_specimen
+from support.tokenizer_zoo import byte_tokenizer
 
 LETTERS = list(range(64, 90))
 # Batches and chunks round differently in the last place: a tie may fall either way, and only a tie.

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from kvchat.bench.engines import complete_requests
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import build_engine
+from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.checkpoint.source import find_model
+from support.assembled import assemble
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 
 LONGEST = 400
@@ -100,18 +99,10 @@ def _hold(
     model: Path, cache: Path, dtype: str, size: tuple[int, int], levels: "Queue[list[Level]]"
 ) -> None:
     num_turns, num_requests = size
-    engine = build_engine(
-        find_model(str(model)),
-        ModelConfig(dtype=dtype, threads=1),
-        CacheConfig(
-            device_bytes=Size(num_bytes=1 << 20),
-            disk_bytes=Size(num_bytes=8 << 20),
-            directory=cache,
-        ),
-        EngineConfig(),
-        NO_MEMORY,
-        lambda event: None,
-    ).engine
+    kept = CacheConfig(
+        device_bytes=Size(num_bytes=1 << 20), disk_bytes=Size(num_bytes=8 << 20), directory=cache
+    )
+    engine = assemble(model, dtype, kept, threads=1).engine
     chats = Chats(engine)
     chats.warm_up()
     found = [Level.now()]

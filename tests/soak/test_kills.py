@@ -126,7 +126,6 @@ class Tally:
     """What was seen. A wrong answer, a lost word, a crash or damage fails the test at once."""
 
     num_restored: int = 0
-    num_troubles: int = 0
     num_sound: int = 0
     most_bytes: int = 0
 
@@ -190,7 +189,6 @@ class Load:
         chat.runs.append(run)
         chat.session = chat.session or run.session
         self.tally.num_restored += run.num_restored > 0
-        self.tally.num_troubles += "disk cache" in run.complaint
         self.tally.most_bytes = max(self.tally.most_bytes, used_bytes(self.directory))
         assert self.tally.most_bytes <= LIMIT_MIB << 20
         self._outside.assert_untouched()

@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from support.template_zoo import CHAT_TEMPLATE
+from support.tokenizer_zoo import byte_tokenizer
+
 VOCAB_SIZE = 272
-SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>"]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -27,17 +24,6 @@ _COMMON = {
     "bos_token_id": 257,
     "eos_token_id": 260,
 }
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per byte, the special tokens, and `<think>` marks."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-    return tokenizer
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:

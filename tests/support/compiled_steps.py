@@ -46,6 +46,7 @@ def stir(model: torch.nn.Module) -> None:
 
 
 def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pools of random KV, 128 blocks for each layer that stores its own."""
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int, dim: int) -> torch.Tensor:

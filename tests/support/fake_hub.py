@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from pathlib import Path
 from typing import Any
+
+import pytest
+from huggingface_hub import constants as hub_constants
+
+from support.http_servers import serving
 
 _REVISION = "1" * 40
 
@@ -65,8 +70,17 @@ class FakeHub:
         return {"id": self.name, "modelId": self.name, "sha": _REVISION, "siblings": siblings}
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Listen on a free port of this machine inside this context."""
+    def instead_of(self, patch: pytest.MonkeyPatch, cache: Path) -> Iterator["FakeHub"]:
+        """Have huggingface_hub ask this hub in this context, and keep its files in `cache`."""
+        with serving(ThreadingHTTPServer(("127.0.0.1", 0), self._handler())) as self.address:
+            template = f"{self.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            patch.setattr(hub_constants, "ENDPOINT", self.address)
+            patch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            patch.setattr(hub_constants, "HF_HUB_CACHE", str(cache))
+            patch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+            yield self
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,13 +114,4 @@ class FakeHub:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        return Handler

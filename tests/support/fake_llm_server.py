@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from support.http_servers import serving
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -106,14 +108,11 @@ def raw_server(pieces: Callable[[], Iterable[bytes]]) -> Iterator[str]:
             except OSError:
                 return  # the client has heard enough
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as tcp:
-        tcp.daemon_threads = True
-        tcp.block_on_close = False
-        thread = threading.Thread(target=tcp.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{tcp.server_address[1]}"
-        tcp.shutdown()
-        thread.join()
+    tcp = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    tcp.daemon_threads = True
+    tcp.block_on_close = False
+    with serving(tcp) as url:
+        yield url
 
 
 def models(name: str, owner: str, **others: object) -> dict[str, object]:

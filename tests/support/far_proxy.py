@@ -6,7 +6,7 @@ It stands for `tc netem`, which not every kernel has.
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 _PIECE = 1 << 14
 
@@ -98,8 +98,5 @@ class FarProxy:
 @contextmanager
 def far_from(server_port: int) -> Iterator[FarProxy]:
     """Yield a proxy of a server, as near as the server itself at first."""
-    proxy = FarProxy(server_port)
-    try:
+    with closing(FarProxy(server_port)) as proxy:
         yield proxy
-    finally:
-        proxy.close()

@@ -11,8 +11,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
-from support.checkpoints import CHAT_TEMPLATE, byte_tokenizer
 from support.gguf_stored import listed_numbers, stacked_projections, stored_tensors
+from support.template_zoo import CHAT_TEMPLATE
+from support.tokenizer_zoo import byte_tokenizer
 
 ARCHITECTURE = "general.architecture"
 # transformers' type -> llama.cpp's architecture

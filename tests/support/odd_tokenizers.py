@@ -15,7 +15,8 @@ from tokenizers import (
 )
 
 from kvchat.model.files.text_settings import TextFiles
-from support.tokenizer_zoo import CHATML, CONTROL
+from support.template_zoo import CHATML
+from support.tokenizer_zoo import CONTROL, bare_byte_level
 
 GPT2_END = "<|endoftext|>"
 _CHARACTERS = [*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n"]
@@ -36,17 +37,9 @@ def _files(
     return TextFiles(tokenizer.to_str(), CHATML, names, stop_ids)
 
 
-def _byte_level() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def one_token_for_all() -> Odd:
     """GPT-2's: one token is BOS, EOS and unknown."""
-    tokenizer = _byte_level()
+    tokenizer = bare_byte_level()
     tokenizer.add_special_tokens([GPT2_END])
     return Odd(_files(tokenizer, dict.fromkeys(_NAMES, GPT2_END)), is_lossless=True)
 
@@ -97,13 +90,8 @@ def no_unknown() -> Odd:
 
 
 def _merging(ignore_merges: bool) -> Tokenizer:
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "</", "s>", "</s>", "</s></s>"]
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "</s>")]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return bare_byte_level(merges, ignore_merges=ignore_merges)
 
 
 def reached_by_merges() -> Odd:
@@ -127,7 +115,7 @@ def stops_at_ordinary_tokens() -> Odd:
 
 def flagged() -> Odd:
     """Added tokens that take white space with them, are normalised, or stand alone only."""
-    tokenizer = _byte_level()
+    tokenizer = bare_byte_level()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(
         [

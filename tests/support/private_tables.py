@@ -100,13 +100,28 @@ def plain_logits(reference: PreTrainedModel, kept: list[int], start: int) -> tor
     return torch.cat(logits)
 
 
-def thinned_cache(reference: PreTrainedModel, kept: list[int]) -> DynamicCache:
-    """Return a cache that has read READ and then lost all tokens but these."""
+def thinned_cache(
+    reference: PreTrainedModel, kept: list[int], read: list[int] = READ
+) -> DynamicCache:
+    """Return a cache that has read some ids and then lost all of them but these places."""
     cache = DynamicCache()
-    reference(torch.tensor([READ]), past_key_values=cache)
+    reference(torch.tensor([read]), past_key_values=cache)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
     return cache
+
+
+def greedy_over(
+    reference: PreTrainedModel, cache: DynamicCache, next_ids: list[int], start: int, count: int
+) -> list[int]:
+    """Return the greedy answer to `next_ids`, which stand at the positions from `start` on."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        positions = torch.arange(start, start + len(next_ids))[None]
+        output = reference(torch.tensor([next_ids]), position_ids=positions, past_key_values=cache)
+        start, next_ids = start + len(next_ids), [int(output.logits[0, -1].argmax())]
+        tokens += next_ids
+    return tokens
 
 
 def _masks(

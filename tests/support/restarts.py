@@ -42,6 +42,12 @@ class Process:
         self.harness.run()
         return self.harness.generated(number), self.harness.ending(number)
 
+    def answer_rightly(self, request: RequestSpec) -> SampleFinished:
+        """Answer a request as a model without a cache does; return how the answer ended."""
+        tokens, ending = self.answer(request)
+        assert tokens == alone(request)
+        return ending
+
     def end(self) -> None:
         self.harness.engine.close()
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import (
@@ -40,14 +38,10 @@ from kvchat.core.types import (
 )
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
-from support.template_zoo import TOOLS_AS_JSON
+from support.template_zoo import CHAT_TEMPLATE, TOOLS_AS_JSON
+from support.tokenizer_zoo import SPECIAL_TOKENS, byte_tokenizer
 
-_SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")
-_END = 256 + _SPECIAL_TOKENS.index("<|end|>")
-_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
+_END = 256 + SPECIAL_TOKENS.index("<|end|>")
 BLOCK_SIZE = 16
 _log = logging.getLogger(__name__)
 TOKENS_PER_S = 1000.0
@@ -79,16 +73,10 @@ class Script:
 Author = Callable[[str, int], Script]
 
 
-def write_text_checkpoint(directory: Path, template: str = _TEMPLATE) -> Path:
+def write_text_checkpoint(directory: Path, template: str = CHAT_TEMPLATE) -> Path:
     """Write a checkpoint that has everything but weights; return its directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
-    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     (directory / "config.json").write_text(json.dumps({"eos_token_id": 260}))

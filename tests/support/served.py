@@ -24,24 +24,10 @@ from support.scripted_engine import (
     Script,
     ScriptedEngine,
     scripted_build,
-    text_model,
-    write_text_checkpoint,
-    write_tool_checkpoint,
 )
 from support.tiny_host import answer_options
 
 Serve = Callable[..., App]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
-
-
-@pytest.fixture(scope="session")
-def tool_model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    """The text side of a model whose template takes tools."""
-    return text_model(write_tool_checkpoint(tmp_path_factory.mktemp("tools") / "tools"))
 
 
 def echo(question: str, sample: int) -> Script:

@@ -4,6 +4,8 @@ _GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 
 CHATML = "{% for m in messages %}" + _TURN + "{% endfor %}" + _GENERATION
+# What the checkpoints of tests have: other marks, behind a first token.
+CHAT_TEMPLATE = "{{ bos_token }}" + CHATML.replace("<|im_", "<|")
 
 # A default system prompt with a date in it, as Llama 3.2's.
 DATED = (

@@ -1,18 +1,17 @@
 """Small tokenizers of the kinds real checkpoints ship, made in memory."""
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvchat.model.files.text_settings import TextFiles
+from support.template_zoo import CHATML
 
 START, END = "<|im_start|>", "<|im_end|>"
 CONTROL = ["<unk>", "<s>", "</s>", START, END]
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# Of the checkpoints of tests.
+SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>"]
 _PIECES = [
     "<unk>",
     "<s>",
@@ -26,16 +25,28 @@ _PIECES = [
 _MERGES = [("▁", "a"), ("a", "b"), ("h", "e"), ("▁", "好")]
 
 
-def byte_level() -> Tokenizer:
-    """GPT-2's kind (Qwen, Llama 3): bytes as letters, and merges that cut through characters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("Ġ", "a"), ("ð", "Ł"), ("Ã", "©"), ("<", "|")]
-    vocab = {piece: i for i, piece in enumerate(alphabet)}
-    for pair in merges:
-        vocab["".join(pair)] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+def bare_byte_level(merges: Sequence[tuple[str, str]] = (), **settings: bool) -> Tokenizer:
+    """Return a tokenizer of bytes as letters, and of what merges make, without added tokens."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, list(merges), **settings))  # type: ignore[arg-type]
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token per byte, the special tokens, and `<think>` marks."""
+    tokenizer = bare_byte_level()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2's kind (Qwen, Llama 3): bytes as letters, and merges that cut through characters."""
+    merges = [("h", "e"), ("Ġ", "a"), ("ð", "Ł"), ("Ã", "©"), ("<", "|")]
+    tokenizer = bare_byte_level(merges)
     tokenizer.add_special_tokens(CONTROL)
     tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>", "<td>")])
     return tokenizer

@@ -1,5 +1,6 @@
 """`bench turns --endpoint`: what another turn costs at a server, by what the server tells."""
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -29,11 +30,8 @@ def told(num_cached: int | None) -> Any:
 def result_of(author: Any, url_settings: dict[str, object], tmp_path: Any) -> Any:
     with fake_server(author, {"/v1/models": models("m", "x", context_length=4096)}) as fake:
         flags = {"endpoint": fake.url, "incognito": True, **url_settings}
-        host = open_host(resolve(flags, {}, tmp_path / "config.toml"))
-        try:
+        with closing(open_host(resolve(flags, {}, tmp_path / "config.toml"))) as host:
             return run_turns(EndpointSetup(host, 1, True))
-        finally:
-            host.close()
 
 
 def test_tokens_and_times_are_those_that_the_server_tells(tmp_path: Any) -> None:

@@ -15,6 +15,7 @@ from kvchat.cache.disk.cold_coder import COLD_S, ColdCoder
 from kvchat.cache.disk.pack_code import decode, encode
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.tier import DamagedRecord
+from support.clock import Clock
 from support.pack_chains import LAYOUT, find, keys_of, num_found, restored, save
 
 CHAT, OTHER = [1] * 8, [2] * 8
@@ -26,16 +27,6 @@ def kv_like(num_numbers: int) -> memoryview:
     """Return bfloat16 numbers of a normal distribution, as bytes."""
     numbers = np.random.default_rng(3).standard_normal(num_numbers, np.float32)
     return memoryview((numbers.view(np.uint32) >> 16).astype("<u2").tobytes())
-
-
-class Clock:
-    """Seconds since the epoch, which the test alone moves."""
-
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Disk:
@@ -53,7 +44,7 @@ class Disk:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(time.time())
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from kvchat.cache.kv_pool import LayerGeometry
 from kvchat.cache.planner import RateMemory
 from support.cached_contexts import compute
+from support.clock import Clock
 from support.fact_memory import FactMemory
 from support.host_machine import Machine
 
@@ -58,15 +59,15 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -
 
 def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(memory: FactMemory) -> None:
     RateMemory(memory, "model").write({"first tokens": 1e6, "to host": 1e8, "from host": 1e8})
-    now_s = [0.0]
-    machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
+    clock = Clock(0.0)
+    machine = new_machine(RateMemory(memory, "model"), clock)
     while machine.host.status().num_packs == 0:
         compute(machine.manager, STORY)
         machine.demote()
-        now_s[0] += 30.0
-        assert now_s[0] < 3600.0
+        clock.now_s += 30.0
+        assert clock.now_s < 3600.0
 
-    assert now_s[0] > 60.0
+    assert clock.now_s > 60.0
 
 
 def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemory) -> None:
@@ -77,14 +78,14 @@ def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemor
     rates = {"first tokens": 1000.0, "to host": 2 * block_bytes * 1000.0 / block_size / 3}
     rates["from host"] = rates["to host"]
     RateMemory(memory, "model").write(rates)
-    now_s = [0.0]
-    machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
+    clock = Clock(0.0)
+    machine = new_machine(RateMemory(memory, "model"), clock)
 
     def passes(num_steps: int, seconds: float) -> int:
         for _ in range(num_steps):
             compute(machine.manager, STORY)
             machine.demote()
-            now_s[0] += seconds / num_steps
+            clock.now_s += seconds / num_steps
         return machine.host.status().num_packs
 
     assert passes(100, 20.0) == 0

@@ -11,9 +11,18 @@ from kvchat.cache import demotion
 from kvchat.cache.kv_pool import LayerGeometry
 from support.cached_contexts import compute, images_of
 from support.chains import new_chain
+from support.clock import Clock
 from support.host_machine import GEOMETRIES, Machine
 
 STORY = list(range(40))
+
+
+def demoted(num_blocks: int = 10) -> Machine:
+    """Return a machine that has read a story, of whose KV so many blocks are in host memory."""
+    machine = Machine()
+    compute(machine.manager, STORY)
+    machine.demote(num_blocks)
+    return machine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,9 +88,7 @@ def test_blocks_may_be_overwritten_as_soon_as_they_have_left() -> None:
 
 
 def test_eviction_leaves_alone_what_a_promotion_builds_on() -> None:
-    machine = Machine()
-    compute(machine.manager, STORY)
-    machine.demote(5)
+    machine = demoted(5)
     arrival = machine.begin([*STORY, 0])
     assert arrival is not None
 
@@ -95,9 +102,7 @@ def test_eviction_leaves_alone_what_a_promotion_builds_on() -> None:
 
 
 def test_a_promotion_that_is_given_up_leaves_what_came() -> None:
-    machine = Machine()
-    compute(machine.manager, STORY)
-    machine.demote()
+    machine = demoted()
     arrival = machine.begin([*STORY, 0])
     assert arrival is not None
     arrival.give_up()
@@ -112,14 +117,14 @@ def test_a_promotion_that_is_given_up_leaves_what_came() -> None:
 
 
 def test_a_promotion_is_not_waited_for_without_end() -> None:
-    now_s = [0.0]
-    machine = Machine(clock=lambda: now_s[0])
+    clock = Clock(0.0)
+    machine = Machine(clock=clock)
     compute(machine.manager, STORY)
     machine.demote()
     arrival = machine.begin([*STORY, 0])
     assert arrival is not None
 
-    now_s[0] = 1.1
+    clock.now_s = 1.1
     machine.arrivals.settle()  # the thread hangs
 
     assert arrival.is_over
@@ -154,9 +159,7 @@ def test_nothing_is_demoted_early_that_would_be_forgotten() -> None:
 
 
 def test_what_is_quicker_computed_is_neither_kept_nor_fetched() -> None:
-    machine = Machine()
-    compute(machine.manager, STORY)
-    machine.demote(5)
+    machine = demoted(5)
     machine.planner.prefill.of_long = 1e12
     machine.planner.rates = {"to host": 1e3, "from host": 1e3}
 
@@ -170,9 +173,7 @@ def test_what_is_quicker_computed_is_neither_kept_nor_fetched() -> None:
 
 
 def test_wrong_kv_is_not_given_out_again() -> None:
-    machine = Machine()
-    compute(machine.manager, STORY)
-    machine.demote()
+    machine = demoted()
     assert machine.promote(STORY) == 40  # now both have it
 
     machine.manager.forget(STORY, 8)

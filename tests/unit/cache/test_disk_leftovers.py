@@ -3,7 +3,7 @@
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.model_dirs import Sizes, tree_bytes
 from kvchat.cache.disk.table import PackTable
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.tier import DamagedRecord, GoneRecord
+from kvchat.cache.tier import BlockRun, DamagedRecord, GoneRecord
 from support.pack_chains import (
     LAYOUT,
     find,
@@ -66,6 +66,23 @@ def test_a_row_that_cannot_be_written_leaves_no_payload_behind(
     assert len(payload_files(tmp_path)) == 1
 
 
+def read_while(
+    tier: DiskTier, found: BlockRun, change: Callable[[], object], patch: pytest.MonkeyPatch
+) -> None:
+    """Read a pack that is gone because the store changes between its row and its payload."""
+    table = tier._db.table
+    image = table.image
+
+    def changed(*arguments: object) -> object:
+        patch.undo()
+        change()
+        return image(*arguments)
+
+    patch.setattr(table, "image", changed)
+    with pytest.raises(GoneRecord, match="gone"):
+        tier.read(found)
+
+
 def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,18 +90,12 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, IDS)
     [found] = find(reader, IDS)
-    table = reader._db.table
-    image = table.image
 
-    def exchanged(*arguments: object) -> object:
-        monkeypatch.undo()
+    def exchange() -> None:
         other.forget([found.key])
         save(other, [1, 2, 9, 9, 9, 9])
-        return image(*arguments)
 
-    monkeypatch.setattr(table, "image", exchanged)
-    with pytest.raises(GoneRecord, match="gone"):
-        reader.read(found)
+    read_while(reader, found, exchange, monkeypatch)
 
     assert reader.status().num_damaged == 0
     assert restored(other, [1, 2, 9, 9, 9, 9]) == 3
@@ -97,17 +108,8 @@ def test_a_store_emptied_while_it_is_read_holds_no_damage(
     tier = open_tier(tmp_path)
     save(tier, IDS)
     [found] = find(tier, IDS)
-    table = tier._db.table
-    image = table.image
 
-    def emptied(*arguments: object) -> object:
-        monkeypatch.undo()
-        StoreAdmin(tmp_path).clear()
-        return image(*arguments)
-
-    monkeypatch.setattr(table, "image", emptied)
-    with pytest.raises(GoneRecord, match="gone"):
-        tier.read(found)
+    read_while(tier, found, StoreAdmin(tmp_path).clear, monkeypatch)
 
     assert (tier.status().num_damaged, tier.status().trouble) == (0, "")
     assert save(tier, IDS)

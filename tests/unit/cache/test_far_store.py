@@ -14,7 +14,7 @@ from kvchat.cache.shared.opening import open_store
 from kvchat.cache.shared.store import Deadlines, SharedStore, StoreTrouble
 from support.chains import compute_at
 from support.far_proxy import FarProxy, far_from
-from support.restarts import HISTORY, alone, spec
+from support.restarts import HISTORY, spec
 from support.shared_machines import Machines
 from support.shared_stores import valkey_server
 
@@ -47,12 +47,12 @@ def test_a_far_store_is_asked_only_where_that_costs_two_percent(proxy: FarProxy)
     num_pieces = proxy.num_pieces
 
     compute_at(chat.chain, len(HISTORY) / 2.0)  # two seconds for all of it: 60 ms are 3 %
-    assert chat.answer(spec(HISTORY))[0] == alone(spec(HISTORY))
+    chat.answer_rightly(spec(HISTORY))
     assert proxy.num_pieces == num_pieces
 
     compute_at(chat.chain, len(HISTORY) / 60.0)  # a minute: 0.1 %
     other = tuple(reversed(HISTORY))
-    assert chat.answer(spec(other))[0] == alone(spec(other))
+    chat.answer_rightly(spec(other))
     assert proxy.num_pieces == num_pieces + 1  # one round trip for all blocks
     chat.end()
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,11 @@ CONTEXT = list(range(1, 13))
 OTHER = Layout(identity=b"model of others.", block_size=2, block_bytes=40_000)
 
 
-def why(directory: Path, ids: list[int], layout: Layout | None = None) -> MissReason:
-    tier = open_tier(directory) if layout is None else open_tier(directory, layout=layout)
-    try:
+def why(directory: Path, ids: list[int], layout: Layout = LAYOUT) -> MissReason:
+    with closing(open_tier(directory, layout=layout)) as tier:
         num_found = sum(found.num_blocks for found in find(tier, ids))
         keys = keys_of(tier, ids)
         return tier.why(keys[num_found], encode_ids(ids), num_found)
-    finally:
-        tier.close()
 
 
 def decline(tier: DiskTier, ids: list[int]) -> None:

@@ -13,6 +13,7 @@ from kvchat.cache.keys import chain_keys, encode_ids
 from kvchat.cache.tier import BusyRecord, DamagedRecord, GoneRecord, Tier
 from kvchat.core.types import MissReason
 from support.chains import new_chain
+from support.clock import Clock
 from support.memory_tier import MemoryTier
 from support.remembering_model import new_cache
 
@@ -151,9 +152,9 @@ def test_an_engine_that_takes_nothing_is_waited_for_once() -> None:
 
 def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     """Both wrote the same number: the later one stood, and what came up had no KV before it."""
-    tier, now_s = full_tier(), [0.0]
+    tier, clock = full_tier(), Clock(0.0)
     thread = KeptJobs(tier)
-    chain = new_chain(new_cache(200), lambda: tier, clock=lambda: now_s[0])
+    chain = new_chain(new_cache(200), lambda: tier, clock=clock)
     chain.close()
     chain.links[0].thread = thread  # type: ignore[assignment]
     chain.planner.prefill.of_long, chain.planner.rates["from disk"] = 400.0, 3200.0
@@ -166,7 +167,7 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
 
     def read_meanwhile(*late: Any) -> bool:
         """The reader finds the packs just after the engine has looked for what it has found."""
-        now_s[0] = 60.0
+        clock.now_s = 60.0
         for job in thread.jobs:
             job(tier)
         planned.append(feed.num_planned)

@@ -28,6 +28,7 @@ from kvchat.cache.tier import (
 )
 from kvchat.core.errors import UsageError
 from kvchat.core.types import NO_MEMORY, Memory
+from support.clock import Clock
 from support.shared_stores import REAL_STORES, DictStore
 
 SECRET = "a secret of the team"
@@ -38,14 +39,6 @@ KEYS = chain_keys(ROOT, IDS, LAYOUT.ids_bytes)
 TTL_S = 1000
 DEADLINES = Deadlines(first_s=5.0)
 FINGERPRINT = LogitFingerprint((3, 5), (0.5, -1.0))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1e6
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def tier_on(

@@ -8,28 +8,16 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
+from support.clock import Clock
 from support.pack_chains import LAYOUT, keys_of, num_found, save
 
 LIMIT = 4 << 20
 SMALL_TTL_S, LARGE_TTL_S, LASTING_TTL_S = 300.0, 3600.0, 30 * 86400.0
 
 
-class Clock:
-    """Seconds since the epoch, which the test alone moves."""
-
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def pass_s(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(time.time())
 
 
 @pytest.fixture
@@ -56,7 +44,7 @@ def test_a_temporary_pin_holds_its_context_until_it_ends(tier: DiskTier, clock: 
     for ids, label, ttl_s in ((short, "short", SMALL_TTL_S), (long, "long", LARGE_TTL_S)):
         save(tier, ids)
         assert pin(tier, ids, label, ttl_s) == 6
-    clock.pass_s(SMALL_TTL_S)
+    clock.now_s += SMALL_TTL_S
 
     press(tier)
 
@@ -70,9 +58,9 @@ def test_pinning_again_begins_the_time_anew(tier: DiskTier, clock: Clock) -> Non
     ids = [7] * 12
     save(tier, ids)
     pin(tier, ids, "a")
-    clock.pass_s(200)
+    clock.now_s += 200
     pin(tier, ids, "a")
-    clock.pass_s(200)
+    clock.now_s += 200
 
     tier.gc()
 
@@ -136,7 +124,7 @@ def test_temporary_pins_leave_room_for_what_comes(tmp_path: Path, clock: Clock) 
     contexts = [[number] * (2 * num_blocks) for number in range(16)]
     for number, ids in enumerate(contexts):
         save(tier, ids)
-        clock.pass_s(1)
+        clock.now_s += 1
         pin(tier, ids, str(number))
 
     press(tier)

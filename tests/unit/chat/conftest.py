@@ -5,24 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.scripted_engine import text_model, write_text_checkpoint
 from support.tiny_host import tiny_host
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("llama"), never_stopping(tiny_model("llama")))
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    """The text side of a model that a scripted engine speaks for."""
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
 
 
 @pytest.fixture(scope="session")

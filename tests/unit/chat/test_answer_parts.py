@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvchat.chat.decoding import AnswerParts, AnswerWatcher, Decoding
-from kvchat.chat.reply import Reply
+from kvchat.chat.reply import Reply, UnsavedLedger
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
 from kvchat.chat.tools import ToolCall, ToolSet
@@ -120,14 +120,10 @@ def test_the_engine_ends_an_answer_where_the_reader_does(answer: Answer) -> None
         assert answer.stop in read or "</tool_call>" in read  # what is no call shows at its end
 
 
-class Saved:
-    """A ledger that remembers what it was given."""
+class Remembering(UnsavedLedger):
+    """Remembers what it is given."""
 
-    def __init__(self) -> None:
-        self.text = ""
-
-    def begin_answer(self, sample: int) -> None:
-        self.text = ""
+    text = ""
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> None:
         self.text += text
@@ -135,19 +131,13 @@ class Saved:
     def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
         self.text = text
 
-    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, None]:
-        return 0, None
-
-    def abandon(self, error: object) -> None:
-        raise AssertionError("nothing fails")
-
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_a_reply_tells_and_saves_what_stands_before_the_stop_text(
     answer: Answer, size: int
 ) -> None:
-    ledger = Saved()
+    ledger = Remembering()
     how = Decoding(TOKENIZER.new_stream([]), ("STOP",), answer.starts_thinking, new_calls(answer))
     reply = Reply(ledger, [how], clock=lambda: 0.0)
     ids = ids_of(answer.text)
@@ -184,7 +174,7 @@ def test_a_token_without_text_may_be_a_stop_text(
 
     stream = TOKENIZER.new_stream([])
     how = Decoding(stream, (name,), starts_thinking, stop_tokens={HIDDEN: name})
-    reply = Reply(Saved(), [how])
+    reply = Reply(Remembering(), [how])
     reply.listen(TokensGenerated(1, 0, tuple(ids)))
     reply.listen(SampleFinished(1, 0, FinishReason.STOP, Usage(), Timing()))
     assert reply.poll()[-1].stop_text == (name if is_end else None)

@@ -28,13 +28,8 @@ from kvchat.chat.messages import MessageNumbers, MessageTree, TreeNode, find_pla
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
-from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import Script, scripted_build
 from support.turns import turn
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("checkpoint") / "scripted"))
 
 
 @pytest.fixture

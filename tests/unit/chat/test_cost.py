@@ -1,6 +1,7 @@
 """What the next message is said to cost is what the answer then takes, wherever its KV is."""
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +50,11 @@ class Life:
 
 
 @pytest.fixture
-def life(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Life":
+def life(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Life"]:
     be_patient(monkeypatch)
-    return Life(checkpoint, tmp_path)
+    life = Life(checkpoint, tmp_path)
+    yield life
+    life.close()
 
 
 def cost_of(host: ChatHost, session: ChatSession) -> Cost:
@@ -84,7 +87,6 @@ def test_in_one_process_the_next_message_reads_from_the_device_what_it_is_said_t
     assert cost.cached.device == cost.num_cached > 0
     # A request may take the head of a block too.
     assert 0 <= ended.usage.cached.device - cost.cached.device < BLOCK_SIZE
-    life.close()
 
 
 def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(
@@ -104,7 +106,6 @@ def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(
     assert cost.cached.disk == cost.num_cached > 0
     assert at_opening.cost().cached == cost.cached
     assert ended.usage.cached.disk == cost.cached.disk
-    life.close()
 
 
 def test_while_no_model_is_loaded_the_disk_tells_the_same(life: Life) -> None:
@@ -117,7 +118,6 @@ def test_while_no_model_is_loaded_the_disk_tells_the_same(life: Life) -> None:
 
     assert (unloaded.num_tokens, unloaded.cached) == (loaded.num_tokens, loaded.cached)
     assert unloaded.seconds == pytest.approx(loaded.seconds, rel=0.5)
-    life.close()
 
 
 def test_under_another_name_of_its_models_file_it_is_there_too(life: Life, tmp_path: Path) -> None:
@@ -168,7 +168,6 @@ def test_without_a_cache_all_of_it_is_said_to_be_read(life: Life) -> None:
 
     assert cost.is_cold
     assert cost.num_cached == ended.usage.cached.total == 0
-    life.close()
 
 
 def test_after_the_cache_is_cleared_it_is_cold(life: Life) -> None:
@@ -181,7 +180,6 @@ def test_after_the_cache_is_cleared_it_is_cold(life: Life) -> None:
     assert unloaded.is_cold
     assert unloaded.seconds is not None
     assert cost_of(host, session).is_cold
-    life.close()
 
 
 def test_seconds_are_known_from_the_first_start(life: Life) -> None:

@@ -13,7 +13,8 @@ from kvchat.chat.text_codec import Segment
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ContextTooLong
 from support.odd_tokenizers import ODD
-from support.tokenizer_zoo import CHATML, ZOO, byte_level, text_files
+from support.template_zoo import CHATML
+from support.tokenizer_zoo import ZOO, byte_level, text_files
 
 LIMIT = 512
 MEGABYTES = 10 << 20

@@ -23,17 +23,11 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
+from support.clock import Clock
 from support.tokenizer_zoo import byte_level, text_files
 
 TOKENIZER = ChatTokenizer(text_files(byte_level()))
 STOP, CANCELLED = FinishReason.STOP, FinishReason.CANCELLED
-
-
-class FakeClock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Notebook:
@@ -66,7 +60,7 @@ class Talk:
     def __init__(
         self, num_samples: int = 1, stops: tuple[str, ...] = (), starts_thinking: bool = False
     ) -> None:
-        self.ledger, self.clock = Notebook(), FakeClock()
+        self.ledger, self.clock = Notebook(), Clock()
         answers = [(TOKENIZER.new_stream([]), stops, starts_thinking) for _ in range(num_samples)]
         self.reply = Reply(self.ledger, answers, clock=self.clock)
 

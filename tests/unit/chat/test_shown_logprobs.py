@@ -6,36 +6,16 @@ import pytest
 
 from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerCall, LogprobTrack, ShownToken
-from kvchat.chat.reply import Reply
+from kvchat.chat.reply import Reply, UnsavedLedger
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
-from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import GenerationError
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.chat.tools import ToolSet
+from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.types import FinishReason, Timing, TokenLogprobs, Usage
 from support.tokenizer_zoo import END, ZOO, byte_fallback, byte_level, text_files, unigram
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "unigram": unigram}
 TEXTS = ["a the héllo 好 👍🏽 ab", "👍", "x" * 30, " two  spaces \n lines", "é é é"]
-
-
-class _NoLedger:
-    """Keeps nothing."""
-
-    def begin_answer(self, sample: int) -> str | None:
-        return None
-
-    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        return None
-
-    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
-        """There is nothing to add them to."""
-
-    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
-        return 0, None
-
-    def abandon(self, error: RequestFailed) -> str | None:
-        raise AssertionError(GenerationError)
 
 
 Told = tuple[str, bytes]
@@ -61,7 +41,7 @@ def tell(
         calls,
         LogprobTrack(tokenizer),
     )
-    reply = Reply(_NoLedger(), [parts])
+    reply = Reply(UnsavedLedger(), [parts])
     left = [TokenLogprobs(token, -float(place)) for place, token in enumerate(ids)]
     while left:
         size = rng.randint(1, 4)

@@ -10,7 +10,8 @@ from kvchat.chat.text_codec import Segment
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
-from support.tokenizer_zoo import CHATML, CONTROL, END, START, ZOO, byte_level, text_files
+from support.template_zoo import CHATML
+from support.tokenizer_zoo import CONTROL, END, START, ZOO, byte_level, text_files
 
 OPEN, CLOSE = Segment(f"{START}user\n"), Segment(f"{END}\n")
 

@@ -285,13 +285,18 @@ def test_another_answer_to_the_same_message_costs_nothing() -> None:
     assert talk.why(last).num_shared == len("say a wordape")
 
 
-def test_answers_that_come_together_are_not_read_before_one_another() -> None:
-    """Of three answers under another system prompt the first was told to be evicted."""
+def under_another_prompt() -> tuple[Talk, int]:
+    """Return a talk whose question was written anew under another prompt, and that question."""
     talk = Talk("be kind. ")
     question = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
     talk.add(Role.ASSISTANT, "hello", question, created_s=6.0)
     talk.conversation.system = "be dull. "
-    again = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    return talk, talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+
+
+def test_answers_that_come_together_are_not_read_before_one_another() -> None:
+    """Of three answers under another system prompt the first was told to be evicted."""
+    talk, again = under_another_prompt()
     talk.add(Role.ASSISTANT, "hello", again, created_s=6.0)
     one, two = (talk.add(Role.ASSISTANT, text, again) for text in ("fine", "well"))
 
@@ -337,11 +342,7 @@ def test_what_another_model_wrote_is_read_since_the_model_changed() -> None:
 
 def test_a_path_written_anew_under_another_system_prompt_was_never_read() -> None:
     """All that /system wrote anew was once said to be evicted, before it was ever read."""
-    talk = Talk("be kind. ")
-    question = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
-    talk.add(Role.ASSISTANT, "hello", question, created_s=6.0)
-    talk.conversation.system = "be dull. "
-    again = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    talk, again = under_another_prompt()
     copy = talk.add(Role.ASSISTANT, "hello", again, created_s=6.0)
     answer = talk.add(Role.ASSISTANT, "fine", talk.add(Role.USER, "how are you", copy))
     later = talk.add(Role.ASSISTANT, "bye", talk.add(Role.USER, "well", answer))

@@ -34,6 +34,7 @@ from kvchat.remote.address import Address
 from kvchat.remote.questions import require_own_socket
 from kvchat.server.idle import IdleWatch
 from kvchat.server.serving import private_socket
+from support.clock import Clock
 from support.commands import Shell, objects
 
 SERVER = ServerFacts("http://127.0.0.1:5", "", "coder", 32_768)
@@ -70,23 +71,23 @@ def test_a_client_is_told_address_key_model_and_context(name: str, tmp_path: Pat
 
 
 def test_a_server_is_idle_once_no_request_has_run_for_its_time() -> None:
-    now_s = [0.0]
+    clock = Clock(0.0)
 
     async def app(scope: object, receive: object, send: object) -> None:
-        now_s[0] += 100.0
+        clock.now_s += 100.0
         assert not watch.is_over  # an answer may take longer
 
     is_ready = False
-    watch = IdleWatch(app, 60.0, lambda: is_ready, lambda: now_s[0])  # type: ignore[arg-type]
-    now_s[0] += 1000.0
+    watch = IdleWatch(app, 60.0, lambda: is_ready, clock)  # type: ignore[arg-type]
+    clock.now_s += 1000.0
     assert not watch.is_over  # loading is no idleness
     is_ready = True
 
     asyncio.run(watch({"path": "/v1/models"}, None, None))  # type: ignore[arg-type]
     assert not watch.is_over
-    now_s[0] += 59.0
+    clock.now_s += 59.0
     assert not watch.is_over
-    now_s[0] += 2.0
+    clock.now_s += 2.0
     assert watch.is_over
 
 

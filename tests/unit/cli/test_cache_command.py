@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -120,12 +121,10 @@ def test_a_person_is_asked(
 ) -> None:
     asked = ("kvchat", ("cache", "clear"))
     screen = PtyScreen(fork_server, *asked, environment=shell.environment, columns=200)
-    try:
+    with closing(screen):
         screen.wait_for("[y/N]").type(f"{typed}\r")
         screen.wait_for("Nothing is deleted." if is_kept else "KiB deleted.")
         assert screen.finish() == 0
-    finally:
-        screen.close()
     assert bool(list(store.directory.rglob("*.kv"))) == is_kept
 
 

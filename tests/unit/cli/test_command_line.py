@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -111,12 +112,10 @@ def test_a_bare_resume_opens_the_picker(shell: Shell, tiny: str, fork_server: Fo
     shell.run("-m", tiny, *GREEDY, "Hi", "--title", "Birds")
     environment = {"HOME": str(shell.home)}
     chat = PtyScreen(fork_server, "kvchat", ["-m", tiny, "-r"], environment=environment)
-    try:
+    with closing(chat):
         chat.wait_for("Go on with").wait_for("Birds").type("\r").wait_for_shown("❯ Hi")
         chat.type("\x04")
         assert chat.finish() == 0
-    finally:
-        chat.close()
 
 
 def test_models_are_listed_with_their_sizes(shell: Shell) -> None:

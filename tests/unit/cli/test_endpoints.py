@@ -5,6 +5,7 @@ import re
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
 from support.direct_shell import DirectShell
-from support.fake_llm_server import chunks, fake_server, models, raw_server
+from support.fake_llm_server import FakeServer, chunks, fake_server, models, raw_server
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
@@ -226,28 +227,31 @@ def test_json_says_nothing_that_the_server_does_not_tell(shell: Shell) -> None:
     assert usage["prompt_tokens"] > 0
 
 
+@contextmanager
+def screen_on(fake: FakeServer, fork_server: ForkServer, home: Path) -> Iterator[PtyScreen]:
+    """Yield a chat with the server, whose first question is answered."""
+    command = ("kvchat", ["--endpoint", fake.url])
+    chat = PtyScreen(fork_server, *command, columns=100, environment={"HOME": str(home)})
+    with closing(chat):
+        chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
+        yield chat
+
+
 def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """/context, the toolbar and /file gave four characters a token as a count."""
     (tmp_path / "note.txt").write_text("word " * 40)
     listed = {"/v1/models": models("m", "someone", context_length=4096)}
-    with fake_server(lambda path, body: chunks("Hello", " there."), listed) as fake:
-        chat = PtyScreen(
-            fork_server,
-            *("kvchat", ["--endpoint", fake.url]),
-            columns=100,
-            environment={"HOME": str(tmp_path)},
-        )
-        try:
-            chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
-            chat.wait_for("context about ").enter("/context")
-            chat.wait_for(lambda text: bool(re.search(r"\babout \d+ tokens: \d+ asked", text)))
-            chat.wait_for(lambda text: bool(re.search(r"about \d+% of 4k", text)))
-            chat.enter(f"/file {tmp_path / 'note.txt'}").wait_for("Attached note.txt, about 5")
-            assert chat.enter("/exit").finish() == 0
-        finally:
-            chat.close()
+    with (
+        fake_server(lambda path, body: chunks("Hello", " there."), listed) as fake,
+        screen_on(fake, fork_server, tmp_path) as chat,
+    ):
+        chat.wait_for("context about ").enter("/context")
+        chat.wait_for(lambda text: bool(re.search(r"\babout \d+ tokens: \d+ asked", text)))
+        chat.wait_for(lambda text: bool(re.search(r"about \d+% of 4k", text)))
+        chat.enter(f"/file {tmp_path / 'note.txt'}").wait_for("Attached note.txt, about 5")
+        assert chat.enter("/exit").finish() == 0
 
 
 def test_the_screen_says_nothing_that_the_server_does_not_tell(
@@ -256,22 +260,15 @@ def test_the_screen_says_nothing_that_the_server_does_not_tell(
     """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
     on this machine.
     """
-    with fake_server(lambda path, body: chunks("Hello", " there.")) as fake:
-        chat = PtyScreen(
-            fork_server,
-            *("kvchat", ["--endpoint", fake.url]),
-            columns=100,
-            environment={"HOME": str(tmp_path)},
-        )
-        try:
-            chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
-            chat.wait_for("first token").enter("/context").wait_for("asked, ")
-            chat.wait_for(lambda text: bool(re.search(r"\nabout \d+ tokens: \d+ asked", text)))
-            chat.enter("/model").wait_for("context    the server does not tell")
-            chat.enter("/exit")
-            assert chat.finish() == 0
-        finally:
-            chat.close()
+    with (
+        fake_server(lambda path, body: chunks("Hello", " there.")) as fake,
+        screen_on(fake, fork_server, tmp_path) as chat,
+    ):
+        chat.wait_for("first token").enter("/context").wait_for("asked, ")
+        chat.wait_for(lambda text: bool(re.search(r"\nabout \d+ tokens: \d+ asked", text)))
+        chat.enter("/model").wait_for("context    the server does not tell")
+        chat.enter("/exit")
+        assert chat.finish() == 0
 
     assert "cached" not in chat.text
     assert "1024k" not in chat.text

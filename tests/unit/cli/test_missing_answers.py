@@ -1,18 +1,18 @@
 """Scripts: an answer of which there is nothing but thinking is a failure, and is told."""
 
 import io
-from pathlib import Path
 
 import pytest
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.cli.output import Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interruption
 from support.scripted_engine import Script as Answer
-from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import scripted_build
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
@@ -27,7 +27,7 @@ from support.scripted_engine import scripted_build, text_model, write_text_check
     ],
 )
 def test_an_empty_output_is_never_silent(
-    tmp_path: Path,
+    model: ChatModel,
     said: str,
     most: int | None,
     stdout: str,
@@ -36,7 +36,6 @@ def test_an_empty_output_is_never_silent(
     is_quiet: bool,
 ) -> None:
     """A script that took the output for the answer went on with nothing, and exit code 0."""
-    model = text_model(write_text_checkpoint(tmp_path / "model"))
     host = ChatHost(model, scripted_build(model, lambda *_: Answer(said)), None)
     controller = ChatController(host, lambda *_: host, None, AskOptions(max_tokens=most))
     out, err = io.StringIO(), io.StringIO()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from support.checkpoints import byte_tokenizer
 from support.commands import Shell, objects
 from support.odd_tokenizers import GPT2_END, one_token_for_all
+from support.tokenizer_zoo import byte_tokenizer
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEN_MEGABYTES = b"word " * 2_000_000

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from support.commands import Shell
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 from support.scripted_engine import Script as Answer
-from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
+from support.scripted_engine import scripted_build
 from support.stored_packs import stored_packs
 
 
@@ -65,11 +66,6 @@ def _author(question: str, sample: int) -> Answer:
     if question.startswith("fill"):
         return Answer("Rex is a dog. " * 1000, tokens_per_step=64)
     return Answer(f"You said {question!r} ({sample}).", tokens_per_step=64)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("model") / "scripted"))
 
 
 @pytest.fixture
@@ -417,12 +413,9 @@ def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(
     shell: Shell, tiny: str, fork_server: ForkServer
 ) -> None:
     asked = ("-m", tiny, "--max-tokens", "4", "--input-format", "lines", "-p", "one", "--stats")
-    chat = PtyScreen(fork_server, "kvchat", asked, environment=shell.environment)
-    try:
+    with closing(PtyScreen(fork_server, "kvchat", asked, environment=shell.environment)) as chat:
         chat.wait_for("first token")
         assert chat.finish() == 0
-    finally:
-        chat.close()
 
 
 def test_statistics_of_a_single_prompt(shell: Shell, tiny: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.json_requests import JsonRequest, parse_request
@@ -27,7 +28,7 @@ from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
 from support.commands import Shell
 from support.scripted_engine import Script as Answer
-from support.scripted_engine import scripted_build, text_model, write_tool_checkpoint
+from support.scripted_engine import scripted_build
 
 READ = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
 READ_FILE = {"type": "function", "function": {"name": "read_file"}}
@@ -63,9 +64,8 @@ def _author(question: str, sample: int) -> Answer:
 
 
 @pytest.fixture
-def answered(tmp_path: Path) -> Iterator[Answered]:
+def answered(tmp_path: Path, tool_model: ChatModel) -> Iterator[Answered]:
     """Return a function that answers a prompt, and returns stdout and stderr."""
-    model = text_model(write_tool_checkpoint(tmp_path / "model"))
     (tmp_path / "a.txt").write_text("alpha")
     controllers: list[ChatController] = []
 
@@ -80,7 +80,8 @@ def answered(tmp_path: Path) -> Iterator[Answered]:
         aside: str = "",
     ) -> tuple[str, str]:
         toolbox = Toolbox([*local_tools(tmp_path), more()], allowed)
-        host = ChatHost(model, scripted_build(model, _author), SessionStore(tmp_path / "sessions"))
+        build = scripted_build(tool_model, _author)
+        host = ChatHost(tool_model, build, SessionStore(tmp_path / "sessions"))
         controller = ChatController(
             host, lambda *_: host, None, AskOptions(), tools=toolbox.definitions
         )

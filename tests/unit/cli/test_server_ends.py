@@ -6,6 +6,7 @@ Before, every message failed from then on, and the user had to leave and start k
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,7 @@ def chat_of(home: ForkedShell, model: str, *arguments: str) -> PtyScreen:
 def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
     home: ForkedShell, endless: str, server: ServerProcess
 ) -> None:
-    chat = chat_of(home, endless, "--max-tokens", "8")
-    try:
+    with closing(chat_of(home, endless, "--max-tokens", "8")) as chat:
         chat.enter("one two three").wait_for("first token")
         chat.type("four fi")
         server.process.send_signal(signal.SIGKILL)
@@ -60,16 +60,13 @@ def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
         assert "❯ four five" in chat.text
         assert chat.text.count(HAS_ENDED) == 1
         assert chat.enter("/exit").finish() == 0
-    finally:
-        chat.close()
 
 
 def test_a_chat_joins_the_server_that_has_come_instead(
     home: ForkedShell, endless: str, server: ServerProcess
 ) -> None:
     """The second server used the first one's engine, and when that ended its own, for ever."""
-    chat = chat_of(home, endless, "--max-tokens", "8")
-    try:
+    with closing(chat_of(home, endless, "--max-tokens", "8")) as chat:
         chat.enter("one two three").wait_for("first token")
         with served(home, "-m", endless) as successor:
             server.process.send_signal(signal.SIGKILL)
@@ -79,16 +76,13 @@ def test_a_chat_joins_the_server_that_has_come_instead(
 
             assert successor.num_generated() == 8
             assert chat.enter("/exit").finish() == 0
-    finally:
-        chat.close()
 
 
 @pytest.mark.parametrize("how", spread([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
 def test_half_an_answer_is_kept_and_can_be_continued(
     home: ForkedShell, endless: str, server: ServerProcess, how: signal.Signals
 ) -> None:
-    chat = chat_of(home, endless)
-    try:
+    with closing(chat_of(home, endless)) as chat:
         chat.enter("one two three").wait_for(lambda _: bool(re.search(r"\d tokens", chat.shown)))
         server.process.send_signal(how)
         server.process.wait()
@@ -99,5 +93,3 @@ def test_half_an_answer_is_kept_and_can_be_continued(
         chat.type("\x1b").wait_for("first token")
 
         assert chat.enter("/exit").finish() == 0
-    finally:
-        chat.close()

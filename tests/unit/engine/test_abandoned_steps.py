@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
 from kvchat.core.stats import KvPlaces
-from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, FinishReason
-from kvchat.engine.assembly import build_engine
+from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
-from kvchat.model.checkpoint.source import find_model
+from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engine_harness import EngineHarness
 from support.greedy_answer import greedy_answer
@@ -332,10 +329,8 @@ def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: P
 
 def test_every_product_of_a_real_model_asks(tmp_path: Path) -> None:
     """Asked once a layer, 256 rows of a 0.4 B model took Esc 0.3 s on a slow processor."""
-    source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
-    cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
-    config = ModelConfig(dtype="float32")
-    engine = build_engine(source, config, cache, EngineConfig(), NO_MEMORY, lambda _: None).engine
+    checkpoint = save_checkpoint(tmp_path, tiny_model("llama"))
+    engine = assemble(checkpoint).engine
     num_asked = 0
 
     def is_unwanted(request_ids: frozenset[int]) -> bool:
@@ -347,7 +342,7 @@ def test_every_product_of_a_real_model_asks(tmp_path: Path) -> None:
     greedy_answer(engine, words(150, seed=1), 1)  # shorter ones are compiled
     engine.close()
 
-    num_layers = json.loads((source.directory / "config.json").read_text())["num_hidden_layers"]
+    num_layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
     assert num_asked >= 7 * num_layers
 
 

@@ -12,33 +12,26 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.cache.windowed_pool import WindowedKvPool
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.errors import ModelError
-from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
+from kvchat.core.events import LoadProgress
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, Memory, MissReason, SamplingParams
-from kvchat.engine.assembly import (
-    AssembledEngine,
-    build_engine,
-    engine_around,
-    step_tokens,
-)
+from kvchat.core.types import NO_MEMORY, Memory, MissReason
+from kvchat.engine.assembly import AssembledEngine, engine_around, step_tokens
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import device_budget, host_budget
-from kvchat.engine.request import RequestSpec
 from kvchat.engine.tiers import rate_memory
 from kvchat.model import loader
-from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.kv_code import CODES
+from support.assembled import MEBIBYTE, assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
 from support.fact_memory import FactMemory
+from support.greedy_answer import greedy_answer
 from support.matrix import spread
 from support.pack_chains import used_bytes
-
-MEBIBYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +39,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("m"), tiny_model("gemma2", sliding_window=8))
 
 
-def assemble(
-    directory: Path,
-    dtype: str = "float32",
-    cache: CacheConfig | None = None,
-    engine: EngineConfig | None = None,
-    memory: Memory = NO_MEMORY,
-) -> AssembledEngine:
-    return build_engine(
-        find_model(str(directory)),
-        ModelConfig(dtype=dtype),
-        cache or CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
-        engine or EngineConfig(),
-        memory,
-        lambda _: None,
-    )
-
-
 def generate(engine: Engine, prompt: tuple[int, ...], count: int) -> list[int]:
-    engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=count))
-    ids: list[int] = []
-    while engine.has_work:
-        for event in engine.step():
-            assert not isinstance(event, RequestFailed), event
-            if isinstance(event, TokensGenerated):
-                ids.extend(event.token_ids)
-    return ids
+    return greedy_answer(engine, list(prompt), count)[0]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +146,21 @@ def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> Non
         )
 
 
+STORED = tuple(range(5, 45))
+
+
+def ended(
+    checkpoint: Path, store: Path, kv_dtype: str = "auto", memory: Memory = NO_MEMORY
+) -> AssembledEngine:
+    """Return an engine that has ended, after it stored a context's KV."""
+    some, room = Size(num_bytes=MEBIBYTE), Size(num_bytes=16 * MEBIBYTE)
+    cache = CacheConfig(device_bytes=some, kv_dtype=kv_dtype, disk_bytes=room, directory=store)
+    built = assemble(checkpoint, cache=cache, memory=memory)
+    generate(built.engine, STORED, 4)
+    built.engine.close()
+    return built
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "named"), [("auto", ""), ("float32", ""), ("float16", "float16"), ("int8", "int8")]
 )
@@ -184,17 +168,7 @@ def test_the_dtype_of_kv_is_told_where_it_is_not_the_models(
     kv_dtype: str, named: str, checkpoint: Path, tmp_path: Path, memory: FactMemory
 ) -> None:
     store = tmp_path / "kv"
-    cache = CacheConfig(
-        block_size=8,
-        device_bytes=Size(num_bytes=MEBIBYTE),
-        kv_dtype=kv_dtype,
-        disk_bytes=Size(num_bytes=16 * MEBIBYTE),
-        directory=store,
-    )
-    built = assemble(checkpoint, cache=cache, memory=memory)
-    ids = tuple(range(5, 45))
-    generate(built.engine, ids, 4)
-    built.engine.close()
+    built = ended(checkpoint, store, kv_dtype, memory)
 
     assert built.ready.kv_dtype == built.engine.status().kv_dtype == named
     [found] = StoreAdmin(store, memory=memory).status().model_dirs
@@ -206,24 +180,16 @@ def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
 ) -> None:
     """A list of conversations said that one is ready, and the chat read all of it again."""
     store = tmp_path / "kv"
-    cache = CacheConfig(
-        device_bytes=Size(num_bytes=MEBIBYTE),
-        kv_dtype="int8",
-        disk_bytes=Size(num_bytes=16 * MEBIBYTE),
-        directory=store,
-    )
-    built, ids = assemble(checkpoint, cache=cache, memory=memory), tuple(range(5, 45))
-    generate(built.engine, ids, 4)
-    built.engine.close()
+    ended(checkpoint, store, "int8", memory)
 
     def kept(kv_dtype: str) -> int:
         admin = StoreAdmin(store, memory=memory, settings=KvSettings(kv_dtype=kv_dtype))
-        [places] = admin.locate([(str(checkpoint), ids)])
+        [places] = admin.locate([(str(checkpoint), STORED)])
         return places.cached.disk
 
     assert kept("int8") == 32
     assert kept("auto") == kept("float16") == 0
-    why = StoreAdmin(store, memory=memory).why(str(checkpoint), ids)
+    why = StoreAdmin(store, memory=memory).why(str(checkpoint), STORED)
     assert why is MissReason.OTHER_KV
 
 
@@ -308,14 +274,7 @@ def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint:
 
 def test_loading_is_told_stage_by_stage(checkpoint: Path) -> None:
     heard: list[LoadProgress] = []
-    build_engine(
-        find_model(str(checkpoint)),
-        ModelConfig(),
-        CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
-        EngineConfig(),
-        NO_MEMORY,
-        heard.append,
-    )
+    assemble(checkpoint, "auto", hear=heard.append)
 
     stages = list(dict.fromkeys(event.stage for event in heard))
     assert stages == [

@@ -12,15 +12,12 @@ import pytest
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.grammar import json_grammar
 from kvchat.chat.template import NewTurn
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, FinishReason, SamplingParams
-from kvchat.engine.assembly import build_speculating_engine
-from kvchat.engine.engine import Engine
+from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
-from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
+from kvchat.model.checkpoint.source import DEMO, find_model
+from support.assembled import assemble_demo_pair
 from support.fixed_drafts import FixedDraftPolicy
 
 NOW = datetime(2026, 1, 2)
@@ -43,20 +40,6 @@ REPEATED = SamplingParams(temperature=3.0, seed=9, frequency_penalty=-2.0)
 @pytest.fixture(scope="module")
 def text_side() -> ChatModel:
     return read_chat_model(find_model(DEMO))
-
-
-def demo_engine() -> Engine:
-    assembled = build_speculating_engine(
-        find_model(DEMO),
-        find_model(DEMO_DRAFT),
-        ModelConfig(dtype="float32"),
-        CacheConfig(device_bytes=Size(num_bytes=64 << 20)),
-        EngineConfig(),
-        SpeculationConfig("auto"),
-        NO_MEMORY,
-        lambda event: None,
-    )
-    return assembled.engine
 
 
 def requests(model: ChatModel) -> list[RequestSpec]:
@@ -84,7 +67,7 @@ def requests(model: ChatModel) -> list[RequestSpec]:
 
 def run(mode: Mode, specs: list[RequestSpec]) -> dict[tuple[int, int], list[RequestEvent]]:
     """Return the events of each sample of each request."""
-    engine = demo_engine()
+    engine = assemble_demo_pair().engine
     engine.speculation.switch(mode)
     engine.speculation._policy = FixedDraftPolicy(4)
     numbers = [engine.submit(spec) for spec in specs]

@@ -9,16 +9,17 @@ import pytest
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, ModelSource, find_model
 from kvchat.model.checkpoint.text_files import same_vocabulary
+from support.assembled import assemble_demo_pair
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fixed_drafts import FixedDraftPolicy
 from support.soak_sizes import short_and_long
@@ -26,26 +27,6 @@ from support.soak_sizes import short_and_long
 QUESTIONS = ("What is a KV cache?", "List the days of the week.", "Tell me a story.", "thanks")
 NOW = datetime(2026, 1, 2)
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def build(
-    directory: Path | None = None,
-    draft: ModelSource | None = None,
-    device_bytes: int = 64 << 20,
-    kv_dtype: str = "auto",
-) -> AssembledEngine:
-    return build_speculating_engine(
-        find_model(DEMO),
-        draft or find_model(DEMO_DRAFT),
-        ModelConfig(dtype="float32"),
-        CacheConfig(
-            device_bytes=Size(num_bytes=device_bytes), kv_dtype=kv_dtype, directory=directory
-        ),
-        EngineConfig(),
-        SpeculationConfig("auto"),
-        NO_MEMORY,
-        lambda event: None,
-    )
 
 
 @dataclass
@@ -98,7 +79,7 @@ class Chat:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[AssembledEngine]:
-    assembled = build()
+    assembled = assemble_demo_pair()
     yield assembled
     assembled.engine.close()
 
@@ -124,7 +105,8 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
         """Return the accepted share of the last answers' drafts."""
         return sum(taken for _, taken in chat.drafts) / sum(drafted for drafted, _ in chat.drafts)
 
-    stayed = Chat(build(tmp_path), Mode.DRAFT)
+    cache = CacheConfig(device_bytes=Size(num_bytes=64 << 20), directory=tmp_path)
+    stayed = Chat(assemble_demo_pair(cache), Mode.DRAFT)
     stayed.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     stayed.ask(QUESTIONS[0])
     before = list(stayed.context)
@@ -132,7 +114,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
     answers = [stayed.ask(question) for question in QUESTIONS[1:]]
     stayed.assembled.engine.close()
 
-    back = Chat(build(tmp_path), Mode.DRAFT)
+    back = Chat(assemble_demo_pair(cache), Mode.DRAFT)
     back.assembled.engine.speculation._policy = FixedDraftPolicy(4)
     back.context = before
     assert [back.ask(question) for question in QUESTIONS[1:]] == answers
@@ -146,7 +128,7 @@ def test_a_restored_conversation_is_drafted_for_as_one_that_never_left(tmp_path:
 
 def test_another_vocabulary_is_a_sentence_and_no_draft(tmp_path: Path) -> None:
     stranger = ModelSource("stranger", save_checkpoint(tmp_path, tiny_model("llama")))
-    assembled = build(draft=stranger)
+    assembled = assemble_demo_pair(draft=stranger)
 
     [note] = [note for note in assembled.ready.notes if "draft" in note]
     assert note.startswith("Answers come without the draft model: ")
@@ -157,7 +139,8 @@ def test_another_vocabulary_is_a_sentence_and_no_draft(tmp_path: Path) -> None:
 
 def test_a_draft_there_is_no_memory_for_is_a_sentence_and_no_draft(pair: AssembledEngine) -> None:
     block_bytes = pair.engine.cache.kv_pool.geometry.block_bytes
-    assembled = build(device_bytes=2 * block_bytes, kv_dtype="float32")
+    size = Size(num_bytes=2 * block_bytes)
+    assembled = assemble_demo_pair(CacheConfig(device_bytes=size, kv_dtype="float32"))
 
     [note] = [note for note in assembled.ready.notes if "draft" in note]
     assert "--device-cache" in note

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, Pooling
-from kvchat.engine.assembly import build_engine
+from kvchat.core.types import Pooling
 from kvchat.engine.embedding import Embedding
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.checkpoint.source import find_model
+from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.remembering_model import GREEDY
 from support.specimens import random_ids
@@ -24,11 +23,9 @@ FULL, WINDOWED, LEARNED, RECURRENT = "llama", "gemma3_text", "gpt2", "mamba"
 
 def engine_of(model_type: str, path: Path) -> tuple[torch.nn.Module, Engine]:
     model = tiny_model(model_type)
-    source = find_model(str(save_checkpoint(path / model_type, model)))
     cache = CacheConfig(device_bytes=Size(num_bytes=8 << 20))
-    config = ModelConfig(device="cpu", dtype="float32")
-    built = build_engine(source, config, cache, EngineConfig(), NO_MEMORY, lambda _: None)
-    return model, built.engine
+    checkpoint = save_checkpoint(path / model_type, model)
+    return model, assemble(checkpoint, cache=cache, device="cpu").engine
 
 
 def vector_of(embedding: Embedding) -> list[float]:

@@ -23,6 +23,7 @@ from kvchat.core.types import FinishReason, StopWatcher
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
+from support.clock import Clock
 from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, complete_without_cache
 
@@ -384,14 +385,14 @@ def test_a_query_tells_what_the_calls_before_it_have_made() -> None:
 
 
 def test_a_long_step_gives_signs_of_life_and_without_work_none_is_needed() -> None:
-    now_s = [100.0]
-    with one_long_step(lambda: now_s[0]) as (engine, thread):
-        now_s[0] += 50
+    clock = Clock(100.0)
+    with one_long_step(clock) as (engine, thread):
+        clock.now_s += 50
         assert thread.silent_s == 50
         engine.may_ask.set()
         assert engine.has_asked.wait(WAIT_S)
         assert thread.silent_s == 0
-        now_s[0] += 7
+        clock.now_s += 7
         assert thread.silent_s == 7
     assert thread.silent_s == 0
 

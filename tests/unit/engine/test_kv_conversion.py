@@ -12,20 +12,18 @@ from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.cache.kv_conversion import convert
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.chat.why import Change, Reuse, explain
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.config import CacheConfig
 from kvchat.core.stats import TierStatus
 from kvchat.core.text import Size
-from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.core.types import CachedTokens
 from kvchat.engine import kv_verifier
-from kvchat.engine.assembly import build_engine
 from kvchat.engine.kv_storage import finer_geometries
-from kvchat.engine.request import RequestSpec
-from kvchat.model.checkpoint.source import find_model
 from kvchat.terminal.cache_lines import tier_lines
 from kvchat_kernels.kv_code import CODES, INT4, INT8, K8V4, KvCode
+from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fact_memory import FactMemory
+from support.greedy_answer import greedy_answer
 
 CPU = torch.device("cpu")
 LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 48, 16))
@@ -101,7 +99,7 @@ class Program:
 
     def __init__(self, directory: Path) -> None:
         model = tiny_model("gemma2", sliding_window=8)
-        self._model = str(save_checkpoint(directory / "m", model))
+        self._model = save_checkpoint(directory / "m", model)
         self.store = directory / "kv"
         self.memory = FactMemory()
 
@@ -113,18 +111,9 @@ class Program:
             disk_bytes=Size(num_bytes=16 << 20),
             directory=self.store,
         )
-        source, config = find_model(self._model), ModelConfig(dtype="float32")
-        built = build_engine(source, config, cache, EngineConfig(), self.memory, lambda _: None)
-        engine = built.engine
+        engine = assemble(self._model, cache=cache, memory=self.memory).engine
         assert engine.chain.flush(60.0)
-        engine.submit(RequestSpec(PROMPT, SamplingParams(temperature=0.0), max_tokens=4))
-        cached, answer = CachedTokens(), list[int]()
-        while engine.has_work:
-            for event in engine.step():
-                assert not isinstance(event, RequestFailed), event
-                answer += getattr(event, "token_ids", ())
-                if isinstance(event, SampleFinished):
-                    cached = event.usage.cached
+        answer, cached = greedy_answer(engine, list(PROMPT), 4)
         assert engine.chain.flush(60.0)
         engine.close()
         return cached, answer

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvchat.cache.block_table import BlockTable
+from kvchat.cache.chain import KvChain
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.core.types import CachedTokens
 from support.memory_tier import MemoryTier
-from support.restarts import HISTORY, Processes, alone, spec
+from support.restarts import HISTORY, Processes, spec
 
 BLOCK = 4
 NUM_KEPT = (len(HISTORY) + 5) // BLOCK  # the last token drawn was never computed
@@ -61,9 +62,8 @@ def test_what_is_right_stays(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     process = processes.start()
-    resumed, finished = process.answer(spec(context))
+    finished = process.answer_rightly(spec(context))
 
-    assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens(disk=NUM_KEPT * BLOCK)
     assert tier.num_quarantined == 0
     # The check rode along with the prompt's own first step.
@@ -76,16 +76,15 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
 ) -> None:  # type: ignore[no-untyped-def]
     spoil(tier)
     process = processes.start()
-    resumed, finished = process.answer(spec(context))
+    finished = process.answer_rightly(spec(context))
 
-    assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens()
     assert finished.usage.prefilled_tokens == len(context)
     assert process.chain.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
     process.end()
     again = processes.start()
-    assert again.answer(spec(context))[0] == alone(spec(context))
+    again.answer_rightly(spec(context))
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -97,10 +96,9 @@ def test_what_continues_the_wrong_goes_with_it(
     tier.fingerprints[key] = replace(tier.fingerprints[key], values=(9.0,) * 8)
 
     process = processes.start()
-    resumed, _ = process.answer(spec(context[:-3], max_tokens=1))
+    process.answer_rightly(spec(context[:-3], max_tokens=1))
     assert process.chain.flush(60.0)
 
-    assert resumed == alone(spec(context[:-3], max_tokens=1))
     assert tier.num_quarantined > NUM_KEPT
     assert len(tier.blocks) == len(context[:-3]) // BLOCK  # this one's own, by now
 
@@ -132,7 +130,7 @@ def test_a_prefetch_is_verified_while_no_request_waits(
 
     assert tier.num_quarantined == NUM_KEPT
     assert process.harness.cache.num_cached_tokens(context) == 0
-    assert process.answer(spec(context))[0] == alone(spec(context))
+    process.answer_rightly(spec(context))
 
 
 def test_what_the_device_had_itself_is_not_forgotten(
@@ -144,9 +142,8 @@ def test_what_the_device_had_itself_is_not_forgotten(
     process.answer(spec(HISTORY[:20], max_tokens=1))
     tier.max_found = 1 << 30
 
-    resumed, finished = process.answer(spec(context))
+    finished = process.answer_rightly(spec(context))
 
-    assert resumed == alone(spec(context))
     assert finished.usage.cached.device == 20
 
 
@@ -158,9 +155,8 @@ def test_a_device_without_a_free_block_verifies_in_the_spare_block(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
     process = processes.start(num_blocks=FULL + 1)
-    resumed, finished = process.answer(spec(context[:-2], max_tokens=2))
+    finished = process.answer_rightly(spec(context[:-2], max_tokens=2))
 
-    assert resumed == alone(spec(context[:-2], max_tokens=2))
     assert finished.usage.cached.disk > 0
     assert tier.num_quarantined == 0
     process.harness.cache.check([])
@@ -196,6 +192,14 @@ def test_on_a_full_device_too_no_request_runs_on_what_is_not_verified(
     assert tier.num_quarantined == NUM_KEPT
 
 
+def bring_up(chain: KvChain, context: tuple[int, ...]) -> None:
+    restore = chain.arrivals.begin(list(context))
+    assert restore is not None
+    while not restore.is_over:
+        chain.arrivals.wait_for_news()
+        chain.arrivals.settle_one(restore)
+
+
 def test_what_is_left_of_what_came_up_is_verified(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
@@ -204,15 +208,11 @@ def test_what_is_left_of_what_came_up_is_verified(
         tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
     process = processes.start()
     harness, chain = process.harness, process.chain
-    restore = chain.arrivals.begin(list(context))
-    assert restore is not None
-    while not restore.is_over:
-        chain.arrivals.wait_for_news()
-        chain.arrivals.settle_one(restore)
+    bring_up(chain, context)
     harness.cache.evict_cold(2)
     tier.max_found = 0  # nor does it come again
 
-    assert process.answer(spec(context))[0] == alone(spec(context))
+    process.answer_rightly(spec(context))
     assert chain.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
@@ -226,11 +226,7 @@ def test_what_comes_up_last_is_verified_before_the_end(
     spoil_kv(tier)
     process = processes.start()
     chain = process.chain
-    restore = chain.arrivals.begin(list(context))
-    assert restore is not None
-    while not restore.is_over:
-        chain.arrivals.wait_for_news()
-        chain.arrivals.settle_one(restore)
+    bring_up(chain, context)
 
     process.end()
 
@@ -269,11 +265,10 @@ def test_a_check_that_cannot_be_begun_fails_and_holds_nothing(
         return real(*arguments)
 
     monkeypatch.setattr(process.harness.cache, name, fail_once)
-    resumed, _ = process.answer(spec(context))
+    process.answer_rightly(spec(context))
     assert process.chain.flush(60.0)
 
     assert not failures
-    assert resumed == alone(spec(context))
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -289,10 +284,9 @@ def test_a_check_that_fails_costs_nothing(
         return run(plan)
 
     process.harness.engine._runner.run = fail_beside_checks  # type: ignore[method-assign]
-    resumed, _ = process.answer(spec(context))
+    process.answer_rightly(spec(context))
     assert process.chain.flush(60.0)
 
-    assert resumed == alone(spec(context))
     assert len(tier.fingerprints) == 0  # not believed, so quarantined; and kept anew without one
     assert len(tier.blocks) == (len(context) + 5) // BLOCK
 
@@ -317,7 +311,6 @@ def test_a_check_that_cannot_be_looked_at_fails(
         return kv_error(*arguments)
 
     monkeypatch.setattr(cache, "kv_error", fail_first)
-    resumed, _ = process.answer(spec(context))
+    process.answer_rightly(spec(context))
 
     assert not failures
-    assert resumed == alone(spec(context))

@@ -25,12 +25,10 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import build_engine
-from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED
+from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import random_ids
 from support.spoilt_kv import SPOILT, Prover
@@ -50,11 +48,7 @@ def prover(directory: Path, family: str, dtype: str) -> Prover:
     model_type, settings = SUPPORTED[family]
     checkpoint = save_checkpoint(directory / "model", tiny_model(model_type, **settings))
     cache = CacheConfig(BLOCK, device_bytes=Size(num_bytes=8 << 20), disk_bytes=Size(num_bytes=0))
-    model = ModelConfig(dtype=dtype)
-    source = find_model(str(checkpoint))
-    return Prover(
-        build_engine(source, model, cache, EngineConfig(), NO_MEMORY, lambda _: None).engine
-    )
+    return Prover(assemble(checkpoint, dtype, cache).engine)
 
 
 @pytest.mark.parametrize("dtype", CERTAIN)

@@ -2,8 +2,6 @@
 keys are turned back, and it is found by its conversation alone, until its own KV is there.
 """
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +16,13 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat_kernels.key_rotation import KeyRotation
 from kvchat_kernels.kv_code import INT8, K8V4, KvCode
-from support.specimens import Specimen, engine_on, make_specimen, random_ids
+from support.private_tables import greedy_over
+from support.specimens import Specimen, engine_on, random_ids
 
 READ, MORE = random_ids(90, 1), random_ids(5, 2)
 # The first tokens stay, those up to 51 are left out: 37 positions, no multiple of a block's 8.
 NUM_OWN, NUM_BACK = 14, 37
 CHAT = "a conversation"
-
-
-@cache
-def _specimen(name: str, directory: Path) -> Specimen:
-    return make_specimen(name, directory)
-
-
-@pytest.fixture
-def specimen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.getbasetemp() / "moved"
-
-    def make(name: str) -> Specimen:
-        path = directory / name
-        path.mkdir(parents=True, exist_ok=True)
-        return _specimen(name, path)
-
-    return make
 
 
 def answer(
@@ -83,13 +65,7 @@ def moved_by_transformers(made: Specimen, context: list[int], more: list[int]) -
         layer.values = torch.cat(
             (values[:, :, :NUM_OWN], values[:, :, NUM_OWN + NUM_BACK :]), dim=2
         )
-    tokens, start, next_ids = [], len(context) - NUM_BACK, more
-    for _ in range(12):
-        positions = torch.arange(start, start + len(next_ids))[None]
-        out = model(torch.tensor([next_ids]), position_ids=positions, past_key_values=cached).logits
-        start, next_ids = start + len(next_ids), [int(out[0, -1].argmax())]
-        tokens += next_ids
-    return tokens
+    return greedy_over(model, cached, more, len(context) - NUM_BACK, 12)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, yarn"])

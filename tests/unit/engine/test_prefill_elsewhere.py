@@ -4,7 +4,7 @@ The box is an engine of its own on the same model; KV comes through a store, a d
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,7 @@ from kvchat.cache.shared.tombstones import Tombstones
 from kvchat.cache.tier import Layout, Tier, TierOpener
 from kvchat.core.types import NO_MEMORY
 from support.chains import compute_at
-from support.restarts import Process, Processes, alone, spec
+from support.restarts import Process, Processes, spec
 from support.shared_machines import KEY, LAYOUT, Machines
 
 ROOT = root_key(LAYOUT.identity)
@@ -77,6 +77,7 @@ class Chats:
             "elsewhere", self._open, is_only_read=True, takes_all=asks_all, computes=True
         )
         self._processes = Processes(None, [opener])
+        self._started: list[Process] = []
 
     def _open(self, layout: Callable[[], Layout]) -> ElsewhereTier:
         breaker = Breaker(lambda: self.now_s)
@@ -90,20 +91,30 @@ class Chats:
 
     def start(self) -> Process:
         process = self._processes.start()
+        self._started.append(process)
         assert process.chain.flush(10)
         compute_at(process.chain, 0.1)  # so slow that it waits for the box
         return process
 
-
-@pytest.fixture
-def new_chats() -> Callable[..., Chats]:
-    def new(asks_all: bool = True, offer: Offer = QUICK) -> Chats:
-        return Chats(asks_all, offer)
-
-    return new
+    def end(self) -> None:
+        for process in self._started:
+            process.end()
 
 
 NewChats = Callable[..., Chats]
+
+
+@pytest.fixture
+def new_chats() -> Iterator[NewChats]:
+    made: list[Chats] = []
+
+    def new(asks_all: bool = True, offer: Offer = QUICK) -> Chats:
+        made.append(Chats(asks_all, offer))
+        return made[-1]
+
+    yield new
+    for chats in made:
+        chats.end()
 
 
 def elsewhere(process: Process) -> tuple[float, str]:
@@ -116,13 +127,11 @@ def test_a_slow_chat_has_the_box_read_its_prompt(new_chats: NewChats) -> None:
     chats = new_chats()
     chat = chats.start()
 
-    tokens, ending = chat.answer(spec(PROMPT))
+    ending = chat.answer_rightly(spec(PROMPT))
 
-    assert tokens == alone(spec(PROMPT))
     assert ending.usage.cached.places["elsewhere"] == 88
     assert chats.box.prompts == [list(PROMPT[:-1])]
     assert elsewhere(chat) == (88 // 4 * LAYOUT.block_bytes, "")
-    chat.end()
 
 
 def test_without_share_all_only_the_system_prompt_is_sent(new_chats: NewChats) -> None:
@@ -132,12 +141,10 @@ def test_without_share_all_only_the_system_prompt_is_sent(new_chats: NewChats) -
     assert chats.box.prompts == []
 
     asked = replace(spec(PROMPT), num_shared=41)
-    tokens, ending = chat.answer(asked)
+    ending = chat.answer_rightly(asked)
 
-    assert tokens == alone(asked)
     assert chats.box.prompts == [list(PROMPT[:41])]
     assert ending.usage.cached.places["elsewhere"] == 40
-    chat.end()
 
 
 def test_what_is_only_read_ahead_is_not_sent(new_chats: NewChats) -> None:
@@ -148,7 +155,6 @@ def test_what_is_only_read_ahead_is_not_sent(new_chats: NewChats) -> None:
     chat.harness.run()
 
     assert chats.box.prompts == []
-    chat.end()
 
 
 def test_the_question_after_a_prefetch_that_found_nothing_is_sent(new_chats: NewChats) -> None:
@@ -156,11 +162,9 @@ def test_the_question_after_a_prefetch_that_found_nothing_is_sent(new_chats: New
     chat = chats.start()
     chat.harness.engine.prefetch(PROMPT[:60])
 
-    tokens, ending = chat.answer(spec(PROMPT))
+    ending = chat.answer_rightly(spec(PROMPT))
 
-    assert tokens == alone(spec(PROMPT))
     assert ending.usage.cached.places["elsewhere"] == 88
-    chat.end()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,6 @@ def test_a_box_that_is_hardly_quicker_is_not_asked(new_chats: NewChats, offer: O
     chat.answer(spec(PROMPT))
 
     assert chats.box.prompts == []
-    chat.end()
 
 
 def test_a_box_that_fails_is_told_once_and_rests(new_chats: NewChats) -> None:
@@ -181,8 +184,7 @@ def test_a_box_that_fails_is_told_once_and_rests(new_chats: NewChats) -> None:
     chats.box.trouble = "it cannot be reached"
 
     for question in (PROMPT, tuple(reversed(PROMPT))):
-        tokens, ending = chat.answer(spec(question))
-        assert tokens == alone(spec(question))
+        ending = chat.answer_rightly(spec(question))
         assert "elsewhere" not in ending.usage.cached.places
 
     assert len(chats.box.prompts) == 1
@@ -191,7 +193,6 @@ def test_a_box_that_fails_is_told_once_and_rests(new_chats: NewChats) -> None:
     _, ending = chat.answer(spec(PROMPT[1:]))
     assert ending.usage.cached.places["elsewhere"]
     assert elsewhere(chat)[1] == ""
-    chat.end()
 
 
 def test_a_box_that_was_not_there_at_first_is_asked_later(new_chats: NewChats) -> None:
@@ -204,7 +205,6 @@ def test_a_box_that_was_not_there_at_first_is_asked_later(new_chats: NewChats) -
     _, ending = chat.answer(spec(PROMPT))
 
     assert ending.usage.cached.places["elsewhere"] >= 80  # the first were computed here
-    chat.end()
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,11 @@ def test_a_box_that_is_overtaken_is_stopped(new_chats: NewChats, takes_s: float,
     chat = chats.start()
     compute_at(chat.chain, 80.0)  # it computes meanwhile
 
-    tokens, _ = chat.answer(spec(PROMPT))
+    chat.answer_rightly(spec(PROMPT))
 
-    assert tokens == alone(spec(PROMPT))
     assert chats.box.is_interrupted.wait(10)
     assert chat.chain.flush(10)
     assert elsewhere(chat)[1] == told
-    chat.end()
 
 
 @pytest.mark.parametrize(
@@ -240,12 +238,10 @@ def test_a_box_of_other_kv_is_refused_with_the_reason(
     chats = new_chats(offer=Offer(bytes(16), form, 100.0))
     chat = chats.start()
 
-    tokens, _ = chat.answer(spec(PROMPT))
+    chat.answer_rightly(spec(PROMPT))
 
-    assert tokens == alone(spec(PROMPT))
     assert chats.box.prompts == []
     assert elsewhere(chat)[1] == f"prefill elsewhere failed: {told}."
-    chat.end()
 
 
 def test_a_box_that_writes_to_another_store_is_found_out(new_chats: NewChats) -> None:
@@ -253,8 +249,6 @@ def test_a_box_that_writes_to_another_store_is_found_out(new_chats: NewChats) ->
     chat = chats.start()
     chats.box._process = Machines().start()
 
-    tokens, _ = chat.answer(spec(PROMPT))
+    chat.answer_rightly(spec(PROMPT))
 
-    assert tokens == alone(spec(PROMPT))
     assert "it writes to another shared cache" in elsewhere(chat)[1]
-    chat.end()

@@ -7,7 +7,15 @@ import torch
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
-from support.private_tables import KEPT, KEPT_BLOCKS, KEPT_SLOTS, NUM_READ, READ, thinned_cache
+from support.private_tables import (
+    KEPT,
+    KEPT_BLOCKS,
+    KEPT_SLOTS,
+    NUM_READ,
+    READ,
+    greedy_over,
+    thinned_cache,
+)
 from support.specimens import Specimen, complete, engine_on, make_specimen
 
 NUM_TOKENS = 14
@@ -16,15 +24,9 @@ NUM_TOKENS = 14
 @torch.inference_mode()
 def greedy_after(made: Specimen, first_token: int) -> list[int]:
     """What transformers generates after all of READ gave a token and then some of it was lost."""
-    cache, tokens = thinned_cache(made.reference, KEPT), [first_token]
-    while len(tokens) < NUM_TOKENS:
-        output = made.reference(
-            torch.tensor([tokens[-1:]]),
-            position_ids=torch.tensor([[NUM_READ + len(tokens) - 1]]),
-            past_key_values=cache,
-        )
-        tokens.append(int(output.logits[0, -1].argmax()))
-    return tokens
+    cache = thinned_cache(made.reference, KEPT)
+    rest = greedy_over(made.reference, cache, [first_token], NUM_READ, NUM_TOKENS - 1)
+    return [first_token, *rest]
 
 
 def test_an_answer_goes_on_over_what_its_table_kept(tmp_path: Path) -> None:

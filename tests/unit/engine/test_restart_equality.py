@@ -10,21 +10,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvchat.cache.disk.memory import DiskMemory
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.text import Size
 from kvchat.core.types import CachedTokens
-from kvchat.engine.assembly import build_engine
-from kvchat.engine.engine import Engine
-from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED
+from support.assembled import Life, begin_life
 from support.cached_contexts import images_of
 from support.checkpoints import save_checkpoint, tiny_model
-from support.greedy_answer import greedy_answer
 from support.matrix import spread
 from support.specimens import random_ids
 
@@ -37,17 +32,6 @@ FAMILIES = [
     "deepseek_v3, wide keys",
 ]
 BLOCK = 16
-MIB = 1 << 20
-
-
-@dataclass
-class Conversation:
-    """One engine in a life of its own, and what it has been asked."""
-
-    engine: Engine
-
-    def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], CachedTokens]:
-        return greedy_answer(self.engine, prompt, count)
 
 
 @dataclass
@@ -57,28 +41,16 @@ class Home:
     checkpoint: Path
     directory: Path
 
-    def start(
-        self,
-        dtype: str = "float32",
-        block_size: int = BLOCK,
-        kept: bool = True,
-        checkpoint: Path | None = None,
-    ) -> Conversation:
-        cache = CacheConfig(
-            block_size,
-            device_bytes=Size(num_bytes=8 * MIB),
-            disk_bytes=Size(num_bytes=64 * MIB),
-            directory=self.directory / "kv" if kept else None,
-        )
-        built = build_engine(
-            find_model(str(checkpoint or self.checkpoint)),
-            ModelConfig(dtype=dtype),
-            cache,
-            EngineConfig(),
-            DiskMemory(self.directory / "state"),
-            lambda _: None,
-        )
-        return Conversation(built.engine)
+    def start(self, kept: bool = True, checkpoint: Path | None = None, **settings: Any) -> Life:
+        directory = self.directory if kept else None
+        return begin_life(checkpoint or self.checkpoint, directory, **settings)
+
+    def answer(self, prompt: list[int], **settings: Any) -> tuple[list[int], CachedTokens]:
+        """Answer in a life of its own."""
+        life = self.start(**settings)
+        answered = life.answer(prompt)
+        life.engine.close()
+        return answered
 
 
 def home_of(name: str, directory: Path) -> Home:
@@ -86,8 +58,8 @@ def home_of(name: str, directory: Path) -> Home:
     return Home(save_checkpoint(directory / "model", tiny_model(model_type, **settings)), directory)
 
 
-def full_blocks(num_tokens: int, block_size: int = BLOCK) -> int:
-    return num_tokens // block_size * block_size
+def full_blocks(num_tokens: int) -> int:
+    return num_tokens // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("family", spread(FAMILIES, FAMILIES[2::3]))
@@ -101,12 +73,8 @@ def test_a_conversation_that_was_interrupted_goes_on_as_one_that_was_not(
     second = [*first, *one, *more]
     two, _ = never_interrupted.answer(second)
 
-    before = home.start()
-    assert before.answer(first)[0] == one
-    before.engine.close()
-    after = home.start()
-    resumed, cached = after.answer(second)
-    after.engine.close()
+    assert home.answer(first)[0] == one
+    resumed, cached = home.answer(second)
 
     assert resumed == two
     # The last token drawn was never computed.
@@ -117,19 +85,14 @@ def test_every_branch_resumes_with_only_its_own_tokens(tmp_path: Path) -> None:
     home = home_of("gemma3, mixed windows", tmp_path)
     trunk = random_ids(70, 1)
     branches = [[*trunk[:cut], *random_ids(21, cut)] for cut in (16, 33, 48, 70)]
-    cold = [home.start(kept=False).answer(branch)[0] for branch in branches]
+    cold = [home.answer(branch, kept=False)[0] for branch in branches]
     before = home.start()
     for branch in branches:
         before.answer(branch)
     before.engine.close()
 
     for branch, answer in zip(branches, cold, strict=True):
-        after = home.start()
-        assert after.answer(branch) == (
-            answer,
-            CachedTokens(disk=full_blocks(len(branch) - 1)),
-        )
-        after.engine.close()
+        assert home.answer(branch) == (answer, CachedTokens(disk=full_blocks(len(branch) - 1)))
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3, wide keys"])
@@ -177,30 +140,20 @@ def test_another_model_meets_nothing_of_this_one(
     other = shutil.copytree(home.checkpoint, tmp_path / "other")
     change(other)
     prompt = random_ids(70, 1)
-    before = home.start()
-    before.answer(prompt)
-    before.engine.close()
-    cold, _ = home.start(kept=False, checkpoint=other).answer(prompt)
+    home.answer(prompt)
+    cold, _ = home.answer(prompt, kept=False, checkpoint=other)
 
-    after = home.start(checkpoint=other)
-
-    assert after.answer(prompt) == (cold, CachedTokens())
-    after.engine.close()
+    assert home.answer(prompt, checkpoint=other) == (cold, CachedTokens())
 
 
 def test_a_weight_changed_in_place_is_another_model(tmp_path: Path) -> None:
     """The digest is remembered by file; the file is the same, and its contents are not."""
     home = home_of("llama", tmp_path)
     prompt = random_ids(70, 1)
-    before = home.start()
-    before.answer(prompt)
-    before.engine.close()
+    home.answer(prompt)
     one_weight_changed(home.checkpoint)
 
-    after = home.start()
-
-    assert after.answer(prompt)[1] == CachedTokens()
-    after.engine.close()
+    assert home.answer(prompt)[1] == CachedTokens()
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"block_size": 8}])
@@ -209,14 +162,7 @@ def test_other_settings_of_one_model_meet_nothing_of_these(
 ) -> None:
     home = home_of("llama", tmp_path)
     prompt = random_ids(70, 1)
-    before = home.start()
-    before.answer(prompt)
-    before.engine.close()
+    home.answer(prompt)
 
-    after = home.start(**settings)  # type: ignore[arg-type]
-    again = home.start()
-
-    assert after.answer(prompt)[1] == CachedTokens()
-    assert again.answer(prompt)[1] == CachedTokens(disk=full_blocks(len(prompt)))
-    after.engine.close()
-    again.engine.close()
+    assert home.answer(prompt, **settings)[1] == CachedTokens()
+    assert home.answer(prompt)[1] == CachedTokens(disk=full_blocks(len(prompt)))

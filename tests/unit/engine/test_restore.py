@@ -20,9 +20,8 @@ def test_a_new_process_computes_only_what_is_new(processes: Processes) -> None:
     first.end()
     context = (*HISTORY, *answer, 7, 8, 9)
 
-    resumed, finished = processes.start().answer(spec(context))
+    finished = processes.start().answer_rightly(spec(context))
 
-    assert resumed == alone(spec(context))
     num_kept = (len(HISTORY) + len(answer) - 1) // 4 * 4
     assert finished.usage.cached.disk == num_kept
     assert finished.usage.cached.device == 0
@@ -37,8 +36,7 @@ def test_every_branch_comes_back_with_its_own_tokens(processes: Processes) -> No
     first.end()
 
     for branch in (HISTORY, *branches):
-        resumed, finished = processes.start().answer(spec(branch))
-        assert resumed == alone(spec(branch))
+        finished = processes.start().answer_rightly(spec(branch))
         assert finished.usage.cached.disk == (len(branch) - 1) // 4 * 4
 
 
@@ -101,9 +99,8 @@ def test_a_damaged_record_costs_time_and_no_word(processes: Processes, tier: Mem
 
     tier.before_read = fail
 
-    resumed, finished = processes.start().answer(spec(HISTORY))
+    finished = processes.start().answer_rightly(spec(HISTORY))
 
-    assert resumed == alone(spec(HISTORY))
     assert 0 < finished.usage.cached.disk < len(HISTORY) // 2 + 4
 
 
@@ -160,9 +157,8 @@ def test_a_restore_that_takes_too_long_is_not_waited_for(
     process = processes.start()
     compute_at(process.chain, 1e6)
 
-    resumed, finished = process.answer(spec(HISTORY))
+    finished = process.answer_rightly(spec(HISTORY))
 
-    assert resumed == alone(spec(HISTORY))
     assert finished.usage.cached.disk == 0
     may_read.set()
 
@@ -171,9 +167,8 @@ def test_a_device_too_small_for_what_is_kept_takes_what_fits(processes: Processe
     processes.end_one(spec(HISTORY))
 
     process = processes.start(num_blocks=16)  # fifteen blocks of four for fifty-six tokens
-    resumed, finished = process.answer(spec(HISTORY))
+    finished = process.answer_rightly(spec(HISTORY))
 
-    assert resumed == alone(spec(HISTORY))
     assert finished.usage.cached.disk > 0
 
 
@@ -190,10 +185,9 @@ def test_a_context_comes_up_before_anybody_asks(processes: Processes, tier: Memo
     process.harness.engine.prefetch(context)
     process.harness.run()
     num_read = tier.num_read
-    resumed, finished = process.answer(spec((*context, 3, 4)))
+    finished = process.answer_rightly(spec((*context, 3, 4)))
 
     assert num_read == tier.num_read > 0
-    assert resumed == alone(spec((*context, 3, 4)))
     assert finished.usage.cached.disk == num_read * 4
     assert finished.usage.cached.device == 0
 
@@ -204,9 +198,8 @@ def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
     process = processes.after(spec(HISTORY))
 
     process.harness.engine.prefetch(HISTORY)
-    resumed, _ = process.answer(spec((*HISTORY, 3)))
+    process.answer_rightly(spec((*HISTORY, 3)))
 
-    assert resumed == alone(spec((*HISTORY, 3)))
     assert tier.num_read == len(HISTORY) // 4
 
 
@@ -222,9 +215,8 @@ def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(
     may_read.set()
     process.harness.run()
     tier.blocks.clear()
-    resumed, finished = process.answer(spec((*HISTORY, 3)))
+    finished = process.answer_rightly(spec((*HISTORY, 3)))
 
-    assert resumed == alone(spec((*HISTORY, 3)))
     assert finished.usage.cached.total == 0
 
 
@@ -234,7 +226,6 @@ def test_a_prefetch_nobody_wanted_is_given_up(processes: Processes) -> None:
     process.harness.engine.prefetch(HISTORY)
     process.harness.engine.prefetch((5, 6, 7))
     other = (9, *HISTORY)
-    resumed, finished = process.answer(spec(other))
+    finished = process.answer_rightly(spec(other))
 
-    assert resumed == alone(spec(other))
     assert finished.usage.cached.total == 0

@@ -15,7 +15,7 @@ from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
 from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.types import NO_MEMORY
-from support.restarts import HISTORY, Processes, alone, spec
+from support.restarts import HISTORY, Processes, spec
 from support.shared_machines import KEY, LAYOUT, Machines, run_with_faults
 from support.shared_stores import DictStore
 
@@ -39,8 +39,7 @@ def test_another_machine_reads_the_system_prompt_and_nothing_of_the_chat() -> No
     assert stored_blocks(machines.store, HISTORY) == NUM_SYSTEM // 4
 
     other, question = machines.start(), spec(SYSTEM + OTHER)
-    tokens, ending = other.answer(question)
-    assert tokens == alone(question)
+    ending = other.answer_rightly(question)
     assert ending.usage.cached.places["shared"] == NUM_SYSTEM // 4 * 4
     other.end()
     assert stored_blocks(machines.store, SYSTEM + OTHER) == NUM_SYSTEM // 4
@@ -106,7 +105,7 @@ def test_a_store_that_is_not_reached_yet_is_not_waited_for() -> None:
     processes = Processes(None, [TierOpener("shared", open_late, is_shared=True)])
     chat = processes.start()
 
-    assert chat.answer(spec(HISTORY))[0] == alone(spec(HISTORY))
+    chat.answer_rightly(spec(HISTORY))
 
     reached.set()
     chat.end()

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -292,27 +291,6 @@ def test_a_mode_asks_its_own_drafters() -> None:
         speculation.switch(Mode.MTP)
     with pytest.raises(UsageError, match="no kind of drafts"):
         speculation.switch("fast")
-
-
-class _Untouched:
-    """Stands for drafters and pace that must not be asked for anything."""
-
-    name = "untouched"
-
-    def __getattr__(self, name: str) -> object:
-        raise AssertionError(f"{name} was asked for with speculation off")
-
-
-def test_speculation_that_is_off_runs_none_of_its_code() -> None:
-    """Steps with drafts off once cost about two hundred calls an answer into what drafts."""
-    untouched: Any = _Untouched()
-    speculation = Speculation([untouched], Mode.OFF, policy=untouched, clock=untouched)
-    engine = EngineHarness(speculation=speculation)
-
-    number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
-
-    engine.assert_complete(number)
-    assert not speculation.failures
 
 
 def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:

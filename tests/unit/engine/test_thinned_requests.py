@@ -4,8 +4,6 @@ far, attends to most, and the answer is that of transformers over a cache that l
 
 import random
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,29 +21,13 @@ from kvchat.engine.request import Request, RequestSpec, Thinning
 from kvchat.engine.speculation import Speculation
 from kvchat.model.spec import Gathered
 from support.fixed_drafts import FixedDraftPolicy
-from support.specimens import Specimen, engine_on, make_specimen, random_ids
+from support.private_tables import greedy_over, thinned_cache
+from support.specimens import Specimen, engine_on, random_ids
 from support.trial_drafters import GarbageDrafter
 
 READ = random_ids(100, 1)
 NUM_LEADING, NUM_LAST = 6, 18
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@cache
-def _specimen(name: str, directory: Path) -> Specimen:
-    return make_specimen(name, directory)
-
-
-@pytest.fixture
-def specimen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.getbasetemp() / "thinned"
-
-    def make(name: str) -> Specimen:
-        path = directory / name
-        path.mkdir(parents=True, exist_ok=True)
-        return _specimen(name, path)
-
-    return make
 
 
 class Answered:
@@ -206,18 +188,8 @@ def after(thinned: ThinnedBeginning, more: list[int], **settings: Any) -> Reques
 @torch.inference_mode()
 def answer_after(made: Specimen, thinned: ThinnedBeginning, more: list[int]) -> list[int]:
     """Transformers' greedy answer to what follows a beginning of which only some is left."""
-    model, cached = made.reference, DynamicCache()
-    model(torch.tensor([READ[:90]]), past_key_values=cached)
-    left = list(thinned.positions)
-    for layer in cached.layers:
-        layer.keys, layer.values = layer.keys[:, :, left], layer.values[:, :, left]
-    tokens, start, next_ids = [], 90, more
-    while len(tokens) < 10:
-        positions = torch.arange(start, start + len(next_ids))[None]
-        out = model(torch.tensor([next_ids]), position_ids=positions, past_key_values=cached).logits
-        start, next_ids = start + len(next_ids), [int(out[0, -1].argmax())]
-        tokens += next_ids
-    return tokens
+    cached = thinned_cache(made.reference, list(thinned.positions), READ[:90])
+    return greedy_over(made.reference, cached, more, 90, 10)
 
 
 @pytest.mark.parametrize("num_blocks", [None, 32])

@@ -17,7 +17,7 @@ from kvchat.core.errors import StoreError
 from kvchat.core.types import CachedTokens, MissReason
 from kvchat.terminal.cache_lines import tier_lines
 from support.memory_tier import MemoryTier
-from support.restarts import HISTORY, Processes, alone, spec
+from support.restarts import HISTORY, Processes, spec
 
 LAYOUT = Layout(b"a remembering mo", 4, 4 * 8)
 NUM_KEPT = len(HISTORY) // 4 * 4
@@ -80,9 +80,8 @@ def test_what_only_the_shared_store_has_is_restored(machines: Machines) -> None:
     machines.processes.end_one(spec(HISTORY))
     machines.next_machine()
 
-    answer, finished = machines.processes.start().answer(spec(HISTORY))
+    finished = machines.processes.start().answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached == CachedTokens(others=(("shared", NUM_KEPT),))
     assert finished.usage.as_dict()["cached_tokens"] == {
         "device": 0,
@@ -98,9 +97,8 @@ def test_what_only_the_shared_store_has_is_restored(machines: Machines) -> None:
 def test_what_the_disk_has_is_not_read_from_the_shared_store(machines: Machines) -> None:
     machines.processes.end_one(spec(HISTORY))
 
-    answer, finished = machines.processes.start().answer(spec(HISTORY))
+    finished = machines.processes.start().answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached.disk == NUM_KEPT
     assert machines.shared.num_read == 0
 
@@ -115,9 +113,8 @@ def test_the_end_of_a_context_comes_from_where_it_is(machines: Machines) -> None
     machines.processes.end_one(spec(HISTORY))
     machines.next_machine()
 
-    answer, finished = machines.processes.start().answer(spec(HISTORY))
+    finished = machines.processes.start().answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     cached = finished.usage.cached
     assert cached.disk == 20
     assert cached.total == NUM_KEPT
@@ -133,9 +130,8 @@ def test_a_shared_store_that_fails_is_a_miss(machines: Machines, when: str) -> N
     else:
         machines.shared.before_read = fail
 
-    answer, finished = machines.processes.start().answer(spec(HISTORY))
+    finished = machines.processes.start().answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached.disk == 0
 
 
@@ -144,9 +140,8 @@ def test_the_disk_keeps_what_a_failing_store_does_not_take(machines: Machines) -
     machines.shared.is_away = True
     machines.processes.end_one(spec(HISTORY))
 
-    answer, finished = machines.processes.start().answer(spec(HISTORY))
+    finished = machines.processes.start().answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached.disk == NUM_KEPT
 
 
@@ -160,12 +155,11 @@ def test_a_tier_that_cannot_be_opened_is_told_of_and_the_others_work(tmp_path: P
     processes = Processes(None, [TierOpener("shared", broken), TierOpener("disk", disk)])
     for _ in range(2):
         process = processes.start()
-        answer, finished = process.answer(spec(HISTORY))
+        finished = process.answer_rightly(spec(HISTORY))
         assert process.chain.flush(60.0)
         shared, ours = process.chain.status()
         process.end()
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached.disk == NUM_KEPT
     assert "refuses this machine" in shared.trouble
     assert (ours.trouble, ours.limit_bytes) == ("", 8 << 20)
@@ -215,9 +209,8 @@ def test_what_is_quarantined_comes_from_no_tier(machines: Machines) -> None:
     machines.next_machine()
 
     process = machines.processes.start()
-    answer, finished = process.answer(spec(HISTORY))
+    finished = process.answer_rightly(spec(HISTORY))
 
-    assert answer == alone(spec(HISTORY))
     assert finished.usage.cached.total == 0
     assert process.chain.flush(60.0)
     assert machines.shared.num_quarantined >= NUM_KEPT // 4

@@ -15,14 +15,13 @@ from torch import nn
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.types import NO_MEMORY
-from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gpu.fuse import Fusing, Fusion
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own, ensure_trusted
+from support.compiled_steps import batch_of, pools_of
 from support.fused_models import fused, load_fused, load_plain, without_cpu_code
-from support.specimens import random_ids
 from support.type_matrix import save_type
 
 CPU = torch.device("cpu")
@@ -54,31 +53,12 @@ WHOLE = {
 }
 
 
-def pools_of(loaded: LoadedModel, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(40, 8, heads, dim, generator=generator).to(loaded.dtype)
-
-    return [
-        (random(layer.num_kv_heads, layer.key_dim), random(layer.num_kv_heads, layer.value_dim))
-        for layer in loaded.spec.storing_layers
-    ]
-
-
 def run_step(
     loaded: LoadedModel, step: list[tuple[int, int]]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return all logits of a step over random KV, and the pools after it."""
     pools = pools_of(loaded)
-    model = PagedModel(loaded, pools)
-    pieces = [
-        SequencePiece(
-            random_ids(new, seed=new), end - new, range(1 + 10 * i, 1 + 10 * i + -(-end // 8)), new
-        )
-        for i, (new, end) in enumerate(step)
-    ]
-    return model.forward(build_batch(pieces, 8, CPU)), pools
+    return PagedModel(loaded, pools).forward(batch_of(step)), pools
 
 
 def unfused(loaded: LoadedModel) -> LoadedModel:

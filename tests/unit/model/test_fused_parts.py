@@ -11,38 +11,18 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
-from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu import fused_parts
 from kvchat.model.gpu.fused_parts import MergedProduct, RmsNorm
 from kvchat.model.hf.gates import GATES, activation_of
-from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels import kv_layer
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.row_operations import gelu_tanh_mul, silu_mul
+from support.compiled_steps import batch_of, pools_of
 from support.fused_models import load_fused
-from support.specimens import random_ids
 
 # (new tokens, context) of each sequence.
 STEP = [(1, 9), (4, 33), (2, 2)]
-
-
-def run_step(loaded: LoadedModel) -> list[torch.Tensor]:
-    """Return the step's logits, then all pools, after a step over random KV."""
-    generator = torch.Generator().manual_seed(0)
-    pools = [
-        tuple(
-            torch.randn(40, 8, layer.num_kv_heads, dim, generator=generator)
-            for dim in (layer.key_dim, layer.value_dim)
-        )
-        for layer in loaded.spec.storing_layers
-    ]
-    pieces = [
-        SequencePiece(random_ids(new, seed=new), end - new, range(1 + 10 * i, 6 + 10 * i), new)
-        for i, (new, end) in enumerate(STEP)
-    ]
-    logits = PagedModel(loaded, pools).forward(build_batch(pieces, 8, torch.device("cpu")))
-    return [logits, *(tensor for pair in pools for tensor in pair)]
 
 
 def test_a_layer_takes_the_kernels_and_nothing_beside_them(
@@ -70,7 +50,7 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
     spy(fused_parts, "rms_norm")
     spy(fused_parts, "add_rms_norm")
 
-    run_step(loaded)
+    PagedModel(loaded, pools_of(loaded)).forward(batch_of(STEP))
 
     assert called == ["rms_norm", "rope_kv_write", "add_rms_norm", "silu_mul"] * 2 + ["rms_norm"]
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants as hub_constants
 import pytest
 
 from kvchat.core.errors import ModelError
@@ -19,12 +18,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     content = path.read_bytes()
     names = ("m-Q4_K_M.gguf", "Q8_0/m-Q8_0.gguf", "m-BF16.gguf", "mmproj-m-F16.gguf")
     hub = FakeHub("org/m-GGUF", dict.fromkeys((*names, "README.md"), content))
-    with hub.serving():
-        monkeypatch.setattr(hub_constants, "ENDPOINT", hub.address)
-        template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with hub.instead_of(monkeypatch, tmp_path / "cache"):
         yield hub
 
 

@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY
 from kvchat.engine import kv_storage
-from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.files.checkpoint_files import read_header
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
+from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -142,15 +141,7 @@ def test_tensors_that_no_part_of_the_model_takes_are_told(checkpoint: Path) -> N
     [note] = load(checkpoint).notes
 
     assert "has 9 tensors its model does not use, model.layers.7." in note
-    heard = build_engine(
-        find_model(str(checkpoint)),
-        ModelConfig(),
-        CacheConfig(device_bytes=Size(num_bytes=1 << 20)),
-        EngineConfig(),
-        NO_MEMORY,
-        lambda _: None,
-    )
-    assert heard.ready.notes == (note,)
+    assert assemble(checkpoint, "auto").ready.notes == (note,)
 
 
 def test_tensors_the_architecture_says_to_ignore_are_not_told(checkpoint: Path) -> None:
@@ -291,9 +282,8 @@ def test_a_cache_that_cannot_be_is_told_and_blames_no_flag_that_was_not_given(
         monkeypatch.setattr(kv_storage, "device_budget", lambda config, device: num_bytes)
     size = Size(num_bytes=num_bytes) if is_asked_for else None
     cache = CacheConfig(block_size=1024 if num_bytes > 1000 else 16, device_bytes=size)
-    source = find_model(str(checkpoint))
     with pytest.raises(ModelError, match=sentence):
-        build_engine(source, ModelConfig(), cache, EngineConfig(), NO_MEMORY, lambda _: None)
+        assemble(checkpoint, "auto", cache)
 
 
 def test_weights_that_memory_does_not_take_are_not_called_damaged(

@@ -25,12 +25,7 @@ NAME = "org/m"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub = FakeHub(NAME, {**GGUF, "README.md": b"read me"})
-    with hub.serving():
-        monkeypatch.setattr(hub_constants, "ENDPOINT", hub.address)
-        template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with hub.instead_of(monkeypatch, tmp_path / "cache"):
         monkeypatch.setattr(hub_constants, "DOWNLOAD_CHUNK_SIZE", 500)
         monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
         yield hub

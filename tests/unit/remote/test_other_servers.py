@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -207,15 +208,13 @@ def test_turns_in_a_terminal(server: Running, fork_server: ForkServer) -> None:
         ["--endpoint", server.url, "--temperature", "0"],
         environment={**server.shell.environment, **server.variables, "TERM": "xterm-256color"},
     )
-    try:
+    with closing(chat):
         for number, question in enumerate(TURNS.decode().splitlines(), 1):
             chat.wait_for_shown("❯").enter(question)
             chat.wait_for(lambda text, number=number: text.count("tokens, ") == number)
         chat.wait_for_shown("❯").enter("/model").wait_for(f"in {server.program.sent_as}")
         chat.wait_for_shown("❯").enter("/cache why").wait_for(server.program.on_cache)
         assert chat.text.count("Rex") >= 3
-    finally:
-        chat.close()
 
 
 def test_what_it_refuses_is_one_sentence(server: Running) -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -24,16 +24,16 @@ SPEC = RequestSpec((1, 2, 3), SamplingParams(temperature=0.0), max_tokens=5)
 
 @contextmanager
 def engine_of(
-    fake: FakeServer, patience: Patience, kind: Kind = Kind.OTHER
+    fake: FakeServer, patience: Patience, kind: Kind = Kind.OTHER, is_named: bool = False
 ) -> Iterator[RemoteEngine]:
-    """Yield an engine that another one can replace; a kvchat server gets token ids."""
+    """Yield an engine that another one can replace unless the user named it; a kvchat server gets
+    token ids.
+    """
     server = Server(address_of(fake.url), kind, "m")
     spell = (lambda last_id, text: [7]) if kind is Kind.KVCHAT else None
-    engine = RemoteEngine(server, spell, lambda: False, patience)
-    try:
+    has_ended = None if is_named else lambda: False
+    with closing(RemoteEngine(server, spell, has_ended, patience)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def run(engine: RemoteEngine, events: list[RequestEvent]) -> None:
@@ -42,6 +42,13 @@ def run(engine: RemoteEngine, events: list[RequestEvent]) -> None:
     while engine.has_work:
         assert time.monotonic() < end_s, events
         events.extend(engine.step())
+
+
+def wait_until_asked(fake: FakeServer) -> None:
+    """Wait until the server was asked three times how it is."""
+    end_s = time.monotonic() + WAIT_S
+    while [asked.path for asked in fake.asked].count("/health") < 3:
+        assert time.monotonic() < end_s, "it was not asked"
 
 
 @pytest.mark.parametrize("num_said", [0, 1])
@@ -69,9 +76,7 @@ def test_a_server_that_stands_still_is_lost(num_said: int) -> None:
 
 def test_a_server_that_reads_a_long_prompt_in_silence_is_kept() -> None:
     def author(path: str, body: Any) -> Iterator[object]:
-        end_s = time.monotonic() + WAIT_S
-        while [asked.path for asked in fake.asked].count("/health") < 3:
-            assert time.monotonic() < end_s, "it was not asked"
+        wait_until_asked(fake)
         yield from chunks("Hello")
 
     events: list[RequestEvent] = []
@@ -101,19 +106,16 @@ def test_a_server_whose_engine_stands_still_is_lost_although_it_answers(is_named
     events: list[RequestEvent] = []
     gets: dict[str, object] = {}
     patience = Patience(silence_s=0.01, answer_s=FOREVER_S)
-    with fake_server(stalling(gets), gets) as fake:
-        server = Server(address_of(fake.url), Kind.KVCHAT, "m")
-        has_ended = None if is_named else lambda: False
-        engine = RemoteEngine(server, lambda last_id, text: [7], has_ended, patience)
-        try:
-            engine.submit(SPEC)
-            if is_named:
+    with (
+        fake_server(stalling(gets), gets) as fake,
+        engine_of(fake, patience, Kind.KVCHAT, is_named) as engine,
+    ):
+        engine.submit(SPEC)
+        if is_named:
+            run(engine, events)
+        else:
+            with pytest.raises(EngineEnded, match="computes nothing any more: restart it"):
                 run(engine, events)
-            else:
-                with pytest.raises(EngineEnded, match="computes nothing any more: restart it"):
-                    run(engine, events)
-        finally:
-            engine.close()
 
     [failed] = events
     assert isinstance(failed, RequestFailed)
@@ -124,21 +126,17 @@ def test_a_server_whose_engine_stands_still_is_lost_although_it_answers(is_named
 
 def test_a_server_that_the_user_named_may_be_silent() -> None:
     def author(path: str, body: Any) -> Iterator[object]:
-        end_s = time.monotonic() + WAIT_S
-        while [asked.path for asked in fake.asked].count("/health") < 3:
-            assert time.monotonic() < end_s, "it was not asked"
+        wait_until_asked(fake)
         yield {"choices": [{"text": "x", "token_ids": [5], "finish_reason": "stop"}]}
 
     events: list[RequestEvent] = []
-    with fake_server(author) as fake:
-        server = Server(address_of(fake.url), Kind.KVCHAT, "m")
-        patience = Patience(silence_s=0.01, answer_s=0.01)
-        engine = RemoteEngine(server, lambda last_id, text: [7], None, patience)
-        try:
-            engine.submit(SPEC)
-            run(engine, events)
-        finally:
-            engine.close()
+    patience = Patience(silence_s=0.01, answer_s=0.01)
+    with (
+        fake_server(author) as fake,
+        engine_of(fake, patience, Kind.KVCHAT, is_named=True) as engine,
+    ):
+        engine.submit(SPEC)
+        run(engine, events)
 
     assert isinstance(events[-1], SampleFinished), events
 

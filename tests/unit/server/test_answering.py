@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.chat.prefixes import Asked
-from kvchat.chat.reply import Reply
+from kvchat.chat.reply import Reply, UnsavedLedger
 from kvchat.chat.tokenizer import ChatTokenizer
-from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.events import PrefillProgress, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
 from kvchat.server.answering import Answer, Answering, Wakeups
 from kvchat.server.bodies import Worker
@@ -22,22 +23,6 @@ from support.tokenizer_zoo import byte_level, text_files
 
 READ = PrefillProgress(1, CachedTokens(), 5, 5)
 ENDED = SampleFinished(1, 0, FinishReason.STOP, Usage(), Timing())
-
-
-class _NoLedger:
-    """Keeps nothing."""
-
-    def begin_answer(self, sample: int) -> str | None:
-        return None
-
-    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        return None
-
-    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
-        return 0, None
-
-    def abandon(self, error: RequestFailed) -> str | None:
-        return None
 
 
 class Engine:
@@ -53,7 +38,7 @@ class Engine:
 
     def begin(self, notify: Callable[[], None]) -> Asked:
         decoding = Decoding(self.tokenizer.new_stream([]), (), starts_thinking=False)
-        self.reply = Reply(_NoLedger(), [decoding], notify)
+        self.reply = Reply(UnsavedLedger(), [decoding], notify)
         for event in self.news:
             self.tell(event)
         session: Any = SimpleNamespace(close=lambda: None)
@@ -67,7 +52,9 @@ class Engine:
         self.tell(TokensGenerated(1, 0, tuple(self.tokenizer.encode_bare(text, is_first=False))))
 
 
-async def started(engine: Engine) -> Answer:
+@asynccontextmanager
+async def told_by(engine: Engine) -> AsyncIterator[AsyncIterator[list[Any]]]:
+    """Start an answer and give its events; it is closed at the end."""
     loop = asyncio.get_running_loop()
 
     def at_once(begin: Callable[[], Asked]) -> "asyncio.Future[Asked]":
@@ -77,12 +64,18 @@ async def started(engine: Engine) -> Answer:
 
     answer = Answer(engine.begin, lambda *_: None, Metrics(), at_once, Wakeups())
     await answer.start()
-    return answer
+    yield answer.events()
+    answer.close()
 
 
 async def turn() -> None:
     """Let the event loop run what other threads have asked for."""
     await asyncio.sleep(0)
+
+
+@pytest.fixture
+def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
 
 
 @pytest.mark.parametrize("text", ["", "hello"])
@@ -92,18 +85,16 @@ def test_an_end_that_comes_after_the_first_look_is_heard(text: str) -> None:
     """
 
     async def run() -> list[Any]:
-        engine = Engine(READ)
-        answer = await started(engine)
-        if text:
-            engine.say(text)
-        engine.tell(ENDED)
-        await turn()
-        heard = []
-        async for told in answer.events():
-            heard += [event for event in told if not isinstance(event, ReadingPrompt)]
-            if not told:  # silence: nothing more would ever come
-                break
-        answer.close()
+        engine, heard = Engine(READ), []
+        async with told_by(engine) as events:
+            if text:
+                engine.say(text)
+            engine.tell(ENDED)
+            await turn()
+            async for told in events:
+                heard += [event for event in told if not isinstance(event, ReadingPrompt)]
+                if not told:  # silence: nothing more would ever come
+                    break
         return heard
 
     *said, ended = asyncio.run(run())
@@ -115,17 +106,16 @@ def test_an_end_that_comes_after_the_first_look_is_heard(text: str) -> None:
 def test_what_comes_while_an_event_is_written_is_heard() -> None:
     async def run() -> list[Any]:
         engine, heard = Engine(READ), []
-        answer = await started(engine)
-        engine.say("a")
-        await turn()
-        async for told in answer.events():
-            heard += [event for event in told if not isinstance(event, ReadingPrompt)]
-            if any(isinstance(event, AnswerText) and event.text == "a" for event in told):
-                engine.say("b")
-                await turn()
-                engine.tell(ENDED)
-                await turn()
-        answer.close()
+        async with told_by(engine) as events:
+            engine.say("a")
+            await turn()
+            async for told in events:
+                heard += [event for event in told if not isinstance(event, ReadingPrompt)]
+                if any(isinstance(event, AnswerText) and event.text == "a" for event in told):
+                    engine.say("b")
+                    await turn()
+                    engine.tell(ENDED)
+                    await turn()
         return heard
 
     first, second, ended = asyncio.run(run())
@@ -134,29 +124,24 @@ def test_what_comes_while_an_event_is_written_is_heard() -> None:
     assert isinstance(ended, AnswerEnded)
 
 
-def test_tokens_that_follow_each_other_are_told_together_and_the_end_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("long_pause")
+def test_tokens_that_follow_each_other_are_told_together_and_the_end_at_once() -> None:
     """Each token was written apart, which took a core from the step of the next one."""
-    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
 
     async def run() -> list[Any]:
         engine = Engine(READ)
-        answer = await started(engine)
-        events = answer.events()
-        await anext(events)
-        engine.say("a")
-        assert [event.text for event in await anext(events)] == ["a"]
-        rest = asyncio.ensure_future(anext(events))
-        for text in "bc":
-            engine.say(text)
-            await turn()
-            await turn()
-            assert not rest.done()
-        engine.tell(ENDED)
-        told = await rest
-        answer.close()
-        return told
+        async with told_by(engine) as events:
+            await anext(events)
+            engine.say("a")
+            assert [event.text for event in await anext(events)] == ["a"]
+            rest = asyncio.ensure_future(anext(events))
+            for text in "bc":
+                engine.say(text)
+                await turn()
+                await turn()
+                assert not rest.done()
+            engine.tell(ENDED)
+            return await rest
 
     *said, ended = asyncio.run(run())
 
@@ -164,53 +149,44 @@ def test_tokens_that_follow_each_other_are_told_together_and_the_end_at_once(
     assert isinstance(ended, AnswerEnded)
 
 
-def test_the_first_token_is_told_at_once_behind_the_progress_of_its_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
-
+@pytest.mark.usefixtures("long_pause")
+def test_the_first_token_is_told_at_once_behind_the_progress_of_its_prompt() -> None:
     async def run() -> None:
         engine = Engine(READ)
-        answer = await started(engine)
-        events = answer.events()
-        await anext(events)
-        engine.tell(READ)
-        await anext(events)
-        first = asyncio.ensure_future(anext(events))
-        engine.say("a")
-        for _ in range(4):
-            await turn()
-        assert first.done()
-        [told] = first.result()
-        assert isinstance(told, AnswerText)
-        assert told.text == "a"
-        answer.close()
+        async with told_by(engine) as events:
+            await anext(events)
+            engine.tell(READ)
+            await anext(events)
+            first = asyncio.ensure_future(anext(events))
+            engine.say("a")
+            for _ in range(4):
+                await turn()
+            assert first.done()
+            [told] = first.result()
+            assert isinstance(told, AnswerText)
+            assert told.text == "a"
 
     asyncio.run(run())
 
 
-def test_an_end_that_comes_with_the_last_token_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("long_pause")
+def test_an_end_that_comes_with_the_last_token_is_told_at_once() -> None:
     """The loop heard of both as one, and paused."""
-    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
 
     async def run() -> None:
         engine = Engine(READ)
-        answer = await started(engine)
-        events = answer.events()
-        await anext(events)
-        engine.say("a")
-        await anext(events)
-        last = asyncio.ensure_future(anext(events))
-        await turn()
-        engine.say("b")
-        engine.tell(ENDED)
-        for _ in range(4):
+        async with told_by(engine) as events:
+            await anext(events)
+            engine.say("a")
+            await anext(events)
+            last = asyncio.ensure_future(anext(events))
             await turn()
-        assert last.done()
-        assert isinstance(last.result()[-1], AnswerEnded)
-        answer.close()
+            engine.say("b")
+            engine.tell(ENDED)
+            for _ in range(4):
+                await turn()
+            assert last.done()
+            assert isinstance(last.result()[-1], AnswerEnded)
 
     asyncio.run(run())
 
@@ -241,20 +217,26 @@ def test_the_loop_is_woken_once_for_all_that_have_news() -> None:
     assert len(loop.asked) == 2
 
 
-def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
+def heard_of_a_silence(
+    patch: pytest.MonkeyPatch, engine: Engine, place: int, *news: Any
+) -> list[list[Any]]:
+    """Return what is told at short intervals, where the engine tells the news at a place."""
+    patch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
 
     async def run() -> list[list[Any]]:
-        engine, told = Engine(READ), []
-        answer = await started(engine)
-        async for events in answer.events():
-            told.append(events)
-            if len(told) == 3:
-                engine.tell(ENDED)
-        answer.close()
+        told = []
+        async with told_by(engine) as events:
+            async for some in events:
+                told.append(some)
+                for event in news if len(told) == place else ():
+                    engine.tell(event)
         return told
 
-    read, *silences, ended = asyncio.run(run())
+    return asyncio.run(run())
+
+
+def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, *silences, ended = heard_of_a_silence(monkeypatch, Engine(READ), 3, ENDED)
 
     assert read
     assert silences[:2] == [[], []]
@@ -262,20 +244,7 @@ def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_silence_before_the_first_event_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
-
-    async def run() -> list[list[Any]]:
-        engine, told = Engine(), []
-        answer = await started(engine)
-        async for events in answer.events():
-            told.append(events)
-            if len(told) == 1:
-                engine.tell(READ)
-                engine.tell(ENDED)
-        answer.close()
-        return told
-
-    silence, *others = asyncio.run(run())
+    silence, *others = heard_of_a_silence(monkeypatch, Engine(), 1, READ, ENDED)
 
     assert silence == []
     read, ended = [event for events in others for event in events]

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -69,28 +70,36 @@ def test_web_pages_of_other_sites_are_refused(
     assert not [name for name in got.headers if name.startswith("access-control")]
 
 
-@pytest.mark.parametrize("name", ["host", "origin", "authorization", "x-api-key"])
-def test_a_header_that_is_checked_comes_once(name: str) -> None:
-    """Of two Origins the last one counted: whatever a browser's own said, the other let it in."""
+async def never(*_: object) -> Message:
+    raise AssertionError("the guard refuses what it has heard so far")
 
-    async def never(*_: object) -> None:
-        raise AssertionError("the request reached the application")
 
+def refusal(
+    limits: Limits,
+    receive: Callable[[], Awaitable[Message]],
+    headers: Sequence[tuple[bytes, bytes]] = ((b"host", b"localhost"),),
+    key: str | None = None,
+) -> int:
+    """Return the status with which a request is refused before it reaches the application."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
+    scope = {"type": "http", "path": CHAT, "headers": list(headers), "method": "POST"}
+    asyncio.run(Guard(never, key, limits)(scope, receive, send))  # type: ignore[arg-type]
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize("name", ["host", "origin", "authorization", "x-api-key"])
+def test_a_header_that_is_checked_comes_once(name: str) -> None:
+    """Of two Origins the last one counted: whatever a browser's own said, the other let it in."""
     good = {"host": b"localhost", "origin": b"http://localhost", "x-api-key": b"sesame"}
     good["authorization"] = b"Bearer sesame"
     values = {"host": good["host"], name: good[name]}
     headers = [(given.encode(), value) for given, value in values.items()]
     headers.append((name.title().encode(), good[name]))
-    scope = {"type": "http", "path": CHAT, "headers": headers, "method": "POST"}
-
-    asyncio.run(Guard(never, "sesame", Limits())(scope, never, send))  # type: ignore[arg-type]
-
-    assert sent[0]["status"] == 400
+    assert refusal(Limits(), never, headers, "sesame") == 400
 
 
 def test_a_body_that_is_too_large_is_refused_announced_or_not(serve: Serve) -> None:
@@ -105,45 +114,23 @@ def test_a_body_that_is_too_large_is_read_to_its_end_but_not_one_without_end(
     num_pieces: int, num_read: int
 ) -> None:
     """A connection closed while the client sent: it saw a broken connection instead of the 413."""
-    left, sent = num_pieces, []
+    left = num_pieces
 
     async def receive() -> Message:
         nonlocal left
         left -= 1
         return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
 
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def never(*_: object) -> None:
-        raise AssertionError("the request reached the application")
-
-    guard = Guard(never, None, Limits(body_bytes=100))
-    scope = {"type": "http", "path": CHAT, "headers": [(b"host", b"localhost")], "method": "POST"}
-    asyncio.run(guard(scope, receive, send))
-
+    assert refusal(Limits(body_bytes=100), receive) == 413
     assert num_pieces - left == num_read
-    assert sent[0]["status"] == 413
 
 
 def test_a_body_that_does_not_end_is_given_up() -> None:
-    async def never(*_: object) -> None:
-        raise AssertionError("the request reached the application")
-
-    sent: list[Message] = []
-
     async def receive() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    guard = Guard(never, None, Limits(body_s=0.01))
-    scope = {"type": "http", "path": CHAT, "headers": [(b"host", b"localhost")], "method": "POST"}
-    asyncio.run(guard(scope, receive, send))
-
-    assert sent[0]["status"] == 408
+    assert refusal(Limits(body_s=0.01), receive) == 408
 
 
 def test_a_client_that_goes_cancels_its_request(serve: Serve) -> None:

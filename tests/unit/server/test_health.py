@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -13,6 +13,7 @@ from kvchat.core.errors import ModelError
 from kvchat.engine.thread import Build
 from kvchat.server.guard import App
 from support.asgi_client import get
+from support.clock import Clock
 from support.scripted_engine import Script, scripted_build
 from support.served import served_by
 from support.tiny_host import answer_options, finish
@@ -20,22 +21,10 @@ from support.tiny_host import answer_options, finish
 WAIT_S = 60.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @contextmanager
 def served(model: ChatModel, build: Build, clock: Clock) -> Iterator[tuple[App, ChatHost]]:
-    host = ChatHost(model, build, None, clock=clock)
-    try:
-        with served_by(host) as app:
-            yield app, host
-    finally:
-        host.close()
+    with closing(ChatHost(model, build, None, clock=clock)) as host, served_by(host) as app:
+        yield app, host
 
 
 def told(app: App) -> tuple[int, str]:

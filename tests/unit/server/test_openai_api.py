@@ -92,15 +92,6 @@ def test_later_instructions_stand_where_they_came(serve: Serve) -> None:
     assert got.json["choices"][0]["message"]["content"] == "one\n\ntwo 0"
 
 
-def test_a_last_message_of_the_assistant_is_continued(serve: Serve) -> None:
-    app = serve(lambda question, sample: Script("one two three"))
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "one two"}]
-
-    got = post(app, CHAT, {"model": "scripted", "messages": messages})
-
-    assert got.json["choices"][0]["message"]["content"] == " three"
-
-
 def test_a_plain_completion_continues_text_and_ids(serve: Serve) -> None:
     app = serve(lambda question, sample: Script("!"))
 

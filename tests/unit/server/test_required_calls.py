@@ -44,6 +44,22 @@ def chat(app: App, choice: object, **others: Any) -> Got:
     return post(app, CHAT, {**body, "max_tokens": 400, **others})
 
 
+def block_of_message(app: App, **fields: Any) -> dict[str, Any]:
+    """Return the only block of an answer to a request of Anthropic's form."""
+    tools = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
+    body = {"model": "tiny", "max_tokens": 400, "messages": ASKED, "tools": tools, **fields}
+    [block] = post(app, MESSAGES, body).json["content"]
+    return dict(block)
+
+
+def item_of_response(app: App, **fields: Any) -> dict[str, Any]:
+    """Return the only item of a response."""
+    tools = [{"type": "function", **function} for function in FUNCTIONS]
+    body = {"model": "tiny", "max_output_tokens": 400, "input": "x", "tools": tools, **fields}
+    [item] = post(app, RESPONSES, body).json["output"]
+    return dict(item)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_required_call_is_made_and_follows_its_schema(app: App, seed: int) -> None:
     [choice] = chat(app, "required", seed=seed).json["choices"]
@@ -62,23 +78,10 @@ def test_the_tool_that_is_named_is_called(app: App, name: str) -> None:
     [call] = chat(app, named).json["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == name
 
-    messages = {
-        "model": "tiny",
-        "max_tokens": 400,
-        "messages": ASKED,
-        "tools": [{"name": n, "input_schema": SCHEMA} for n in NAMES],
-        "tool_choice": {"type": "tool", "name": name},
-    }
-    [block] = post(app, MESSAGES, messages).json["content"]
+    block = block_of_message(app, tool_choice={"type": "tool", "name": name})
     assert (block["type"], block["name"]) == ("tool_use", name)
 
-    response = {
-        "model": "tiny",
-        "input": "x",
-        "tools": [{"type": "function", **function} for function in FUNCTIONS],
-        "tool_choice": {"type": "function", "name": name},
-    }
-    [item] = post(app, RESPONSES, {**response, "max_output_tokens": 400}).json["output"]
+    item = item_of_response(app, tool_choice={"type": "function", "name": name})
     assert (item["type"], item["name"]) == ("function_call", name)
 
 
@@ -149,25 +152,10 @@ def test_a_format_without_calls_is_followed(app: App) -> None:
 
 
 def test_a_format_and_tools_go_together_in_the_other_interfaces(app: App) -> None:
-    message = {
-        "model": "tiny",
-        "max_tokens": 400,
-        "seed": 1,
-        "messages": ASKED,
-        "tools": [{"name": name, "input_schema": SCHEMA} for name in NAMES],
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-    }
-    response = {
-        "model": "tiny",
-        "input": "x",
-        "max_output_tokens": 400,
-        "seed": 1,
-        "tools": [{"type": "function", **function} for function in FUNCTIONS],
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
-    }
+    wanted = {"type": "json_schema", "schema": SCHEMA}
 
-    [block] = post(app, MESSAGES, message).json["content"]
-    [item] = post(app, RESPONSES, response).json["output"]
+    block = block_of_message(app, seed=1, output_config={"format": wanted})
+    item = item_of_response(app, seed=1, text={"format": {"name": "x", **wanted}})
 
     assert block["type"] == "tool_use" or json.loads(block["text"])
     assert item["type"] == "function_call" or json.loads(item["content"][0]["text"])

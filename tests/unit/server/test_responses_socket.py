@@ -15,8 +15,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from kvchat.server.guard import App, Limits
-from kvchat.server.serving import bound_socket, configured
+from kvchat.server.serving import configured
 from support.asgi_client import get, post
+from support.http_servers import serving_app
 from support.scripted_engine import Script
 from support.served import Serve
 
@@ -29,15 +30,8 @@ Open = Callable[..., AbstractContextManager[ClientConnection]]
 @contextmanager
 def running(app: App) -> Iterator[tuple[uvicorn.Server, str]]:
     """Yield a real server of an application, and the address of its sockets."""
-    server, bound = uvicorn.Server(configured(app)), bound_socket("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
-    thread.start()
-    try:
-        yield server, f"ws://127.0.0.1:{bound.getsockname()[1]}{PATH}"
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "the server does not end"
+    with serving_app(configured(app)) as (server, port):
+        yield server, f"ws://127.0.0.1:{port}{PATH}"
 
 
 @pytest.fixture

@@ -14,14 +14,22 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from support.chat_screen import ChatScreen, PlainChat
+from support.checkpoints import save_checkpoint, tiny_model
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
+from support.tiny_host import tiny_host
 
 StartChat = Callable[..., ChatScreen]
+BeginHost = Callable[..., ChatHost]
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("checkpoint") / "scripted")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +50,23 @@ def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController
     yield controller
     controller.close_session()
     host.close()
+
+
+@pytest.fixture
+def begin_host() -> Iterator[BeginHost]:
+    """Return what starts a host as `tiny_host` does, after the one before has ended."""
+    hosts: list[ChatHost] = []
+
+    def begin(*places: Any, **settings: Any) -> ChatHost:
+        for before in hosts:
+            before.close()
+        hosts.append(tiny_host(*places, **settings))
+        hosts[-1].wait_until_ready()
+        return hosts[-1]
+
+    yield begin
+    for host in hosts:
+        host.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """A pin can be attached by its name, in any later chat, and is read from the cache there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,13 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import Usage
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Argument, Invocation
+from kvchat.terminal.commands import Argument
 from kvchat.terminal.completion import LineCompleter
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.status import StatsLevel
-from kvchat.terminal.theme import Look
-from support.checkpoints import save_checkpoint, tiny_model
-from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+from support.script_commands import carry_out
+from support.tiny_host import BLOCK_SIZE, answer_options, finish
+from unit.terminal.conftest import BeginHost
 
 MANUAL = "Of the twelve ships in the harbour three are red and nine are blue.\n"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
 
 
 class Chat:
@@ -41,13 +33,7 @@ class Chat:
         )
 
     def do(self, line: str) -> str:
-        said: list[str] = []
-        page = ScriptPage(said.append, Painter(Look(False, True)), 200)
-        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
-        parsed = commands.registry.parse(line)
-        assert isinstance(parsed, Invocation), line
-        commands.carry_out(parsed)
-        return "".join(said)
+        return carry_out(self.controller, line)
 
     def ask(self, text: str) -> tuple[Usage, list[str]]:
         """Send a message as the prompt does, @names included; also return what was said."""
@@ -67,22 +53,15 @@ def docs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
-    hosts: list[ChatHost] = []
-
+def new_chat(begin_host: BeginHost, tiny: Path, tmp_path: Path) -> NewChat:
     def begin(is_incognito: bool = False) -> Chat:
-        if hosts:
-            hosts[-1].close()
         kept = None if is_incognito else tmp_path / "kv"
         store = None if is_incognito else SessionStore(tmp_path / "sessions")
-        hosts.append(tiny_host(tiny, store, kept=kept))
-        hosts[-1].wait_until_ready()
         admin = StoreAdmin(kept) if kept is not None else None
-        return Chat(hosts[-1], admin, PinFiles(tmp_path / "state" / "pins.json"))
+        host = begin_host(tiny, store, kept=kept)
+        return Chat(host, admin, PinFiles(tmp_path / "state" / "pins.json"))
 
-    yield begin
-    for host in hosts:
-        host.close()
+    return begin
 
 
 @pytest.mark.parametrize("way", ["/file", "@"])

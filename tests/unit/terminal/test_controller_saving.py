@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,25 +28,19 @@ from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
 from kvchat.terminal.commands_conversation import SessionPicker
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.repl import ReplSetup, run_repl
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
+from support.script_commands import SureCommands, carry_out
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
 
 PLAIN = Look(has_colour=False, is_plain=True)
 NewHost = Callable[..., ChatHost]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> SessionStore:
-    return SessionStore(tmp_path / "sessions")
 
 
 @pytest.fixture
@@ -84,24 +77,6 @@ def full_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", refuse)
         yield
-
-
-class SureCommands(ScriptCommands):
-    """A user who says yes."""
-
-    async def confirm(self, question: str) -> bool:
-        return True
-
-
-def do(controller: ChatController, line: str, kind: type[ScriptCommands] = ScriptCommands) -> str:
-    """Carry out a command; return what it said."""
-    said: list[str] = []
-    page = ScriptPage(said.append, Painter(PLAIN), 200)
-    commands = kind(controller, page, build_registry(), StatsLevel.OFF)
-    parsed = commands.registry.parse(line)
-    assert isinstance(parsed, Invocation), line
-    commands.carry_out(parsed)
-    return "".join(said)
 
 
 @pytest.mark.parametrize("has_file", [True, False])
@@ -151,11 +126,11 @@ def test_going_on_in_another_says_what_of_the_last_is_not_saved(
     conversation behind whose end was nowhere, without a word.
     """
     finish(controller.ask("first"))
-    assert "The last one is kept" in do(controller, "/new")
+    assert "The last one is kept" in carry_out(controller, "/new")
     finish(controller.ask("second"))
     with full_disk():
         finish(controller.ask("in memory"))
-        said = do(controller, command)
+        said = carry_out(controller, command)
 
     assert "is kept" not in said
     assert "cannot be saved (No space left on device)." in said
@@ -183,7 +158,7 @@ def test_only_what_was_to_be_kept_counts_as_lost(controller: ChatController, com
     finish(controller.ask("on disk"))
     with full_disk():
         finish(controller.ask("in memory"))
-        do(controller, command, SureCommands)
+        carry_out(controller, command, SureCommands)
         assert controller.has_lost is (command in ("/new", "/fork"))
         if not controller.has_lost:
             assert controller.close_session() is None
@@ -265,7 +240,7 @@ def test_a_title_that_a_full_disk_has_no_room_for_is_not_promised(
     assert (picker._choices[0].label == "a new title") is is_open  # this chat saves it later
     if is_open:
         with full_disk():
-            assert "cannot be saved" in do(controller, "/rename third")
+            assert "cannot be saved" in carry_out(controller, "/rename third")
         assert controller.saving_problem() is None
         assert store.read(session_id).conversation.title == "third"
 
@@ -314,7 +289,7 @@ def test_a_script_leaves_an_unsaved_conversation_without_a_question(
     finish(controller.ask("on disk"))
     with full_disk():
         finish(controller.ask("in memory"))
-        assert do(controller, "/exit") == ""
+        assert carry_out(controller, "/exit") == ""
 
 
 def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
@@ -323,7 +298,7 @@ def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
     """/fork said "This is a copy now", and that it is not saved came with the next answer."""
     finish(controller.ask("on disk"))
     with full_disk():
-        said = do(controller, "/fork")
+        said = carry_out(controller, "/fork")
 
     assert "This is a copy now" in said
     assert "cannot be saved" in said
@@ -379,7 +354,7 @@ def test_a_message_that_is_found_too_long_later_takes_no_number(
     assert read.tip_id == controller.require_conversation().tip_id
     finish(controller.ask("two"))
 
-    assert "2 you: two" in do(controller, "/tree")
+    assert "2 you: two" in carry_out(controller, "/tree")
 
 
 def test_a_message_that_no_model_was_there_to_read_is_taken_back(

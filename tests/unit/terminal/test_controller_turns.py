@@ -27,31 +27,16 @@ from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from kvchat.terminal.view import Choice, LiveState, PickerActions
+from support.script_commands import SureCommands, carry_out
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
 
 SUPERSCRIPT, ABSURD = "²", "9" * 5000
 
 
-class SureCommands(ScriptCommands):
-    """A user who says yes; `asked` has the questions."""
-
-    asked: tuple[str, ...] = ()
-
-    async def confirm(self, question: str) -> bool:
-        self.asked = (*self.asked, question)
-        return True
-
-
 def do(controller: ChatController, line: str, page_class: type[ScriptPage] = ScriptPage) -> str:
     """Carry out a command, saying yes where it asks; return the questions and what it said."""
-    said: list[str] = []
-    page = page_class(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
-    commands = SureCommands(controller, page, build_registry(), False)
-    parsed = commands.registry.parse(line)
-    assert isinstance(parsed, Invocation), line
-    commands.carry_out(parsed)
-    return "".join([*commands.asked, *said])
+    return carry_out(controller, line, SureCommands, page_class)
 
 
 def ask(controller: ChatController, *texts: str) -> None:

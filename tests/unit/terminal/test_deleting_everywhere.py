@@ -27,26 +27,22 @@ from kvchat.chat.why import common_len
 from kvchat.cli import sessions
 from kvchat.core.errors import GenerationError, StoreError, StoreInUse
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
 from kvchat.terminal.commands_conversation import SessionPicker
 from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.script_commands import ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.script_commands import SureCommands, carry_out
 from support.template_zoo import CHATML
-from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+from support.tiny_host import BLOCK_SIZE, answer_options, finish
 from support.tokenizer_zoo import byte_fallback
 from support.traces import traces
+from unit.terminal.conftest import BeginHost
 
 SECRET = "Grimstad is empty on Sundays, says the naïve café owner."
 DRAFT = "not even half of that was sent"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
 
 
 @dataclass
@@ -90,42 +86,22 @@ Start = Callable[..., ChatHost]
 
 
 @pytest.fixture
-def start(tiny: Path, home: Home) -> Iterator[Start]:
-    hosts: list[ChatHost] = []
-
+def start(begin_host: BeginHost, tiny: Path, home: Home) -> Start:
     def begin(model: Path = tiny) -> ChatHost:
-        for before in hosts:
-            before.close()
         memory = DiskMemory(home.root / "state")
-        host = tiny_host(model, home.store, kept=home.kv.directory, memory=memory)
-        hosts.append(host)
-        host.wait_until_ready()
-        return host
+        return begin_host(model, home.store, kept=home.kv.directory, memory=memory)
 
-    yield begin
-    for host in hosts:
-        host.close()
-
-
-class Sure(ScriptCommands):
-    """A user at a terminal who says yes."""
-
-    async def confirm(self, question: str) -> bool:
-        return True
+    return begin
 
 
 def command(controller: ChatController, line: str) -> None:
-    page = ScriptPage(lambda text: None, Painter(Look(False, True)), 200)
-    commands = Sure(controller, page, build_registry(), StatsLevel.OFF)
-    parsed = commands.registry.parse(line)
-    assert isinstance(parsed, Invocation), line
-    commands.carry_out(parsed)
+    carry_out(controller, line, SureCommands)
 
 
 def pick_and_delete(controller: ChatController, session_id: str) -> None:
     async def delete() -> None:
         page = ScriptPage(lambda text: None, Painter(Look(False, True)), 200)
-        context = Sure(controller, page, build_registry(), StatsLevel.OFF)
+        context = SureCommands(controller, page, build_registry(), StatsLevel.OFF)
         store = controller.places.store
         assert store is not None
         chats = read_chats(store, store.summaries())

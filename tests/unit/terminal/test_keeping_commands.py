@@ -3,7 +3,7 @@
 import fcntl
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.keys import encode_ids
 from kvchat.chat.controller import ChatController
-from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import keep_project
 from kvchat.chat.project_file import ProjectFile
 from kvchat.chat.store import SessionStore
@@ -21,32 +20,21 @@ from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.stats import Cost
 from kvchat.core.types import CachedTokens, Usage
 from kvchat.terminal import cache_lines
-from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.status import StatsLevel
-from kvchat.terminal.theme import Look
-from support.checkpoints import save_checkpoint, tiny_model
-from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+from support.script_commands import carry_out
+from support.tiny_host import BLOCK_SIZE, answer_options, finish
+from unit.terminal.conftest import BeginHost
 
 SYSTEM = "You count the ships of the harbour."
 MANUAL = "Of the twelve ships in the harbour three are red and nine are blue.\n"
 SECRET = "Grimstad is empty on Sundays."
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
-
-
 @dataclass
 class Chat:
-    """A process's life with one controller; what commands say is collected."""
+    """A process's life with one controller."""
 
     controller: ChatController
     kept: StoreAdmin
-    said: list[str]
 
     def ask(self, text: str) -> Usage:
         ended = finish(self.controller.ask(text))
@@ -54,13 +42,7 @@ class Chat:
 
     def do(self, line: str) -> str:
         """Carry out a command; return what it said."""
-        self.said.clear()
-        page = ScriptPage(self.said.append, Painter(Look(False, True)), 200)
-        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
-        parsed = commands.registry.parse(line)
-        assert isinstance(parsed, Invocation), line
-        commands.carry_out(parsed)
-        return "".join(self.said)
+        return carry_out(self.controller, line)
 
     def pins(self) -> dict[str, int]:
         status = self.kept.status()
@@ -71,27 +53,20 @@ NewChat = Callable[..., Chat]
 
 
 @pytest.fixture
-def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
-    hosts: list[ChatHost] = []
+def new_chat(begin_host: BeginHost, tiny: Path, tmp_path: Path) -> NewChat:
     store, directory = SessionStore(tmp_path / "sessions"), tmp_path / "kv"
 
     def begin(session_id: str | None = None, model: Path = tiny) -> Chat:
         """Begin another life of the program, after the one before has ended."""
-        if hosts:
-            hosts[-1].close()
-        host = tiny_host(model, store, kept=directory)
-        hosts.append(host)
-        host.wait_until_ready()
+        host = begin_host(model, store, kept=directory)
         session = host.open_session(session_id) if session_id is not None else None
         kept = StoreAdmin(directory)
         controller = ChatController(
             host, lambda *_: host, session, answer_options(), SYSTEM, kept=kept
         )
-        return Chat(controller, kept, [])
+        return Chat(controller, kept)
 
-    yield begin
-    for host in hosts:
-        host.close()
+    return begin
 
 
 def is_anywhere(directory: Path, needle: bytes) -> bool:

@@ -32,20 +32,12 @@ from support.scripted_engine import (
     Script,
     ScriptedEngine,
     scripted_build,
-    text_model,
-    write_text_checkpoint,
-    write_tool_checkpoint,
 )
 
 LIMIT = 1200
 SYSTEM = "You are Kim."
 SUMMARY = "Ada has a dog called Rex, and they like the fog at sea."
 TOOLS = ToolSet([{"name": "look", "parameters": {"type": "object", "properties": {}}}])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    return text_model(write_text_checkpoint(tmp_path_factory.mktemp("checkpoint") / "scripted"))
 
 
 def _author(question: str, sample: int) -> Script:
@@ -333,10 +325,9 @@ def test_files_without_room_are_left_out_too(open_chat: Open, tmp_path: Path) ->
 
 
 def test_an_answer_that_goes_on_keeps_its_message_with_calls_and_results(
-    open_chat: Open, tmp_path: Path
+    open_chat: Open, tool_model: ChatModel
 ) -> None:
-    which = text_model(write_tool_checkpoint(tmp_path / "tools"))
-    chat = open_chat("drop", which=which)
+    chat = open_chat("drop", which=tool_model)
     chat.controller.options = replace(chat.controller.options, max_calls=None)
     _fill(chat, 5)
     chat.say("call")
@@ -354,9 +345,10 @@ def test_an_answer_that_goes_on_keeps_its_message_with_calls_and_results(
     assert called.role is Role.ASSISTANT
 
 
-def test_results_that_go_with_the_next_message_still_do(open_chat: Open, tmp_path: Path) -> None:
-    which = text_model(write_tool_checkpoint(tmp_path / "tools"))
-    chat = open_chat("drop", which=which)
+def test_results_that_go_with_the_next_message_still_do(
+    open_chat: Open, tool_model: ChatModel
+) -> None:
+    chat = open_chat("drop", which=tool_model)
     chat.controller.options = replace(chat.controller.options, max_calls=None)
     _fill(chat, 5)
     chat.say("call")

@@ -11,13 +11,7 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import UsageError
-from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.status import StatsLevel
-from kvchat.terminal.theme import Look
-from support.checkpoints import save_checkpoint, tiny_model
+from support.script_commands import carry_out
 from support.tiny_host import answer_options, finish, tiny_host
 
 MANUAL = "Of the twelve ships in the harbour three are red and nine are blue. "
@@ -27,9 +21,8 @@ NewChat = Callable[..., ChatController]
 
 
 @pytest.fixture
-def new_chat(tmp_path: Path) -> Iterator[NewChat]:
+def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
     """Return what begins a chat on a machine of the given name, with the shared store or none."""
-    tiny = save_checkpoint(tmp_path / "tiny", tiny_model("llama"))
     hosts: list[ChatHost] = []
 
     def begin(machine: str, url: str | None = f"file://{tmp_path}/nas") -> ChatController:
@@ -46,16 +39,6 @@ def new_chat(tmp_path: Path) -> Iterator[NewChat]:
         host.close()
 
 
-def do(controller: ChatController, line: str) -> str:
-    said: list[str] = []
-    page = ScriptPage(said.append, Painter(Look(False, True)), 200)
-    commands = ScriptCommands(controller, page, build_registry(), StatsLevel.OFF)
-    parsed = commands.registry.parse(line)
-    assert isinstance(parsed, Invocation), line
-    commands.carry_out(parsed)
-    return "".join(said)
-
-
 def records(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "nas").rglob("*.kv"))
 
@@ -64,10 +47,10 @@ def test_a_pin_is_shared_only_where_that_is_asked(new_chat: NewChat, tmp_path: P
     chat = new_chat("one")
     (tmp_path / "manual.txt").write_text(MANUAL * 3)
 
-    assert "Shared" not in do(chat, f"/pin manual {tmp_path}/manual.txt")
+    assert "Shared" not in carry_out(chat, f"/pin manual {tmp_path}/manual.txt")
     assert not records(tmp_path)
 
-    said = do(chat, f"/pin --share manual {tmp_path}/manual.txt")
+    said = carry_out(chat, f"/pin --share manual {tmp_path}/manual.txt")
     assert "Pinned manual" in said
     assert "Shared: " in said
     assert records(tmp_path)
@@ -94,4 +77,4 @@ def test_without_a_shared_cache_sharing_is_refused(new_chat: NewChat, tmp_path: 
     (tmp_path / "manual.txt").write_text(MANUAL)
 
     with pytest.raises(UsageError, match="no shared cache"):
-        do(chat, f"/pin --share manual {tmp_path}/manual.txt")
+        carry_out(chat, f"/pin --share manual {tmp_path}/manual.txt")

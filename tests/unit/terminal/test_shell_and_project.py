@@ -8,12 +8,10 @@ import pytest
 from kvchat.chat.controller import ChatController
 from kvchat.chat.project_file import ProjectFile
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation, Message
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptPage
-from kvchat.terminal.theme import Look
+from kvchat.terminal.commands import Message
+from support.script_commands import SureCommands, carry_out
 from unit.terminal.conftest import StartChat
-from unit.terminal.test_controller_turns import SureCommands, ask, do
+from unit.terminal.test_controller_turns import ask, do
 
 
 class AtTerminal(SureCommands):
@@ -23,13 +21,7 @@ class AtTerminal(SureCommands):
 
 
 def type_line(controller: ChatController, line: str) -> str:
-    said: list[str] = []
-    page = ScriptPage(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
-    commands = AtTerminal(controller, page, build_registry(), False)
-    parsed = commands.registry.parse(line, is_typed=True)
-    assert isinstance(parsed, Invocation)
-    commands.carry_out(parsed)
-    return "".join([*commands.asked, *said])
+    return carry_out(controller, line, AtTerminal)
 
 
 def test_the_output_of_a_command_is_shown_and_goes_with_the_next_message(

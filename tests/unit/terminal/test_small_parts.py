@@ -303,27 +303,6 @@ def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, 
         assert list(history.load_history_strings()) == []
 
 
-def test_what_is_forgotten_is_not_recalled(tmp_path: Path) -> None:
-    lines = TypedLines(tmp_path / "history")
-    history = PrivateHistory(lines)
-    for text in ("keep this", "a secret", "about the file", "keep that"):
-        history.append_string(text)
-    texts = {"a secret", "notes.txt:\n```\nwords\n```\n\nabout the file", "never typed"}
-
-    lines.remove((), texts)
-    history.forget((), texts)
-
-    again = PrivateHistory(TypedLines(tmp_path / "history"))
-    assert list(again.load_history_strings()) == ["keep that", "keep this"]
-    assert set(history.get_strings()) == {"keep this", "keep that"}
-    assert b"secret" not in (tmp_path / "history").read_bytes()
-    again.append_string("more")
-    assert (
-        next(iter(PrivateHistory(TypedLines(tmp_path / "history")).load_history_strings()))
-        == "more"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "names", "words"),
     [

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +15,11 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import Usage
-from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
-from kvchat.terminal.paint import Painter
-from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.status import StatsLevel
-from kvchat.terminal.theme import Look
-from support.checkpoints import save_checkpoint, tiny_model
-from support.tiny_host import answer_options, finish, tiny_host
+from support.script_commands import carry_out
+from support.tiny_host import answer_options, finish
+from unit.terminal.conftest import BeginHost
 
 MANUAL = "Of the twelve ships in the harbour three are red and nine are blue, so they say.\n" * 3
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
 
 
 class Chat:
@@ -43,13 +33,7 @@ class Chat:
         )
 
     def do(self, line: str) -> str:
-        said: list[str] = []
-        page = ScriptPage(said.append, Painter(Look(False, True)), 400)
-        commands = ScriptCommands(self.controller, page, build_registry(), StatsLevel.OFF)
-        parsed = commands.registry.parse(line)
-        assert isinstance(parsed, Invocation), line
-        commands.carry_out(parsed)
-        return "".join(said)
+        return carry_out(self.controller, line, num_columns=400)
 
     def ask(self, text: str) -> Usage:
         self.controller.attach_mentioned(text)
@@ -67,19 +51,9 @@ NewChat = Callable[[], Chat]
 
 
 @pytest.fixture
-def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
-    hosts: list[ChatHost] = []
-
-    def begin() -> Chat:
-        if hosts:
-            hosts[-1].close()
-        hosts.append(tiny_host(tiny, SessionStore(tmp_path / "sessions"), kept=tmp_path / "kv"))
-        hosts[-1].wait_until_ready()
-        return Chat(hosts[-1], tmp_path)
-
-    yield begin
-    for host in hosts:
-        host.close()
+def new_chat(begin_host: BeginHost, tiny: Path, tmp_path: Path) -> NewChat:
+    store, kept = SessionStore(tmp_path / "sessions"), tmp_path / "kv"
+    return lambda: Chat(begin_host(tiny, store, kept=kept), tmp_path)
 
 
 @pytest.fixture

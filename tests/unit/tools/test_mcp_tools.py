@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import UsageError
 from kvchat.tools.mcp_tools import McpServers, McpTool, ServerConfig, read_servers
 from kvchat.tools.toolbox import Toolbox
+from support.http_servers import serving
 
 _SERVER = """
 import sys
@@ -167,16 +167,6 @@ class _Site(ThreadingHTTPServer):
         self.keys: list[str | None] = []  # of the requests that it answered
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        thread = threading.Thread(target=self.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.shutdown()
-            self.server_close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Site
@@ -223,7 +213,7 @@ def test_keys_follow_no_redirect_to_another_server(tmp_path: Path, is_elsewhere:
     """
     other = _Site()
     site = _Site(f"{other.url}/mcp" if is_elsewhere else "/mcp/")
-    with other.open(), site.open():
+    with serving(other), serving(site):
         given = {"url": f"{site.url}/mcp", "headers": {"X-Key": "secret"}}
         made, toolbox = connected(tmp_path, {"web": given})
         made.close()
