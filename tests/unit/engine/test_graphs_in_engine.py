@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_pool import SCRATCH_BLOCK
-from kvchat.cache.kv_pool import KvPool
-from kvchat.core.config import CacheConfig, EngineConfig
-from kvchat.core.events import RequestFailed, TokensGenerated
+from kvchat.core.config import EngineConfig
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import new_graphs
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner, draw
@@ -31,12 +27,17 @@ from kvchat.model.paged_model import PagedModel
 from kvchat.terminal.status import graph_lines
 from support.fixed_drafts import FixedDraftPolicy
 from support.graph_recorder import Broken, Recorder
+from support.paged_engines import (
+    BLOCK_SIZE,
+    GREEDY,
+    SAMPLED,
+    conversations,
+    engine_over,
+    paged,
+    said_by,
+)
 from support.paged_scene import MAX_CONTEXT, load_tiny
 from support.specimens import random_ids
-
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.2, top_p=0.95, seed=4)
-BLOCK_SIZE = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,6 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_tiny("qwen3", Path(tmp_path_factory.mktemp("draft")))
 
 
-def paged(loaded: LoadedModel) -> tuple[PagedModel, CacheManager]:
-    geometry = kv_geometry(loaded.spec, CacheConfig(block_size=BLOCK_SIZE), loaded.dtype)
-    pool = KvPool(geometry, 300, loaded.device)
-    return PagedModel(loaded, pool.layers), CacheManager(pool)
-
-
 def graphs_of(model: PagedModel, capturing: Capturing | None) -> GraphRunner | None:
     if capturing is None:
         return None
@@ -65,38 +60,8 @@ def build(
     loaded: LoadedModel, capturing: Capturing | None, speculation: Speculation | None = None
 ) -> Engine:
     model, cache = paged(loaded)
-    return Engine(
-        Runner(model, BLOCK_SIZE, graphs_of(model, capturing)),
-        cache,
-        max_context=MAX_CONTEXT,
-        max_step_tokens=64,
-        max_running=20,
-        vocab_size=loaded.spec.vocab_size,
-        speculation=speculation,
-    )
-
-
-def conversations() -> list[RequestSpec]:
-    return [
-        RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=30),
-        RequestSpec(tuple(random_ids(70, seed=1)), SAMPLED, max_tokens=24),
-        RequestSpec(tuple(random_ids(3, seed=2)), SAMPLED, max_tokens=40, num_samples=3),
-        RequestSpec(tuple(random_ids(200, seed=3)), GREEDY, max_tokens=10),
-    ]
-
-
-def run(engine: Engine, specs: list[RequestSpec]) -> dict[tuple[int, int], list[int]]:
-    """Return what each sample of each request says, all run together."""
-    said: dict[tuple[int, int], list[int]] = {}
-    for spec in specs:
-        engine.submit(spec)
-    while engine.has_work:
-        for event in engine.step():
-            assert not isinstance(event, RequestFailed), event
-            if isinstance(event, TokensGenerated):
-                said.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
-        engine.cache.check([r.table for r in engine.running() if r.table is not None])
-    return said
+    runner = Runner(model, BLOCK_SIZE, graphs_of(model, capturing))
+    return engine_over(runner, cache, loaded, speculation=speculation)
 
 
 def status_of(engine: Engine) -> GraphStatus:
@@ -106,11 +71,11 @@ def status_of(engine: Engine) -> GraphStatus:
 
 
 def test_answers_are_the_same_with_graphs_and_without(loaded: LoadedModel) -> None:
-    expected = run(build(loaded, None), conversations())
+    expected = said_by(build(loaded, None), *conversations())
     engine = build(loaded, Recorder())
 
-    assert run(engine, conversations()) == expected
-    assert run(build(loaded, Recorder()), conversations()) == expected
+    assert said_by(engine, *conversations()) == expected
+    assert said_by(build(loaded, Recorder()), *conversations()) == expected
 
     status = status_of(engine)
     assert status.num_captured >= 2, "several counts of rows were decoded"
@@ -133,21 +98,21 @@ def test_tokens_are_drawn_in_the_graph_where_nothing_else_is_asked_of_the_logits
     monkeypatch.setattr("kvchat.engine.engine.draw", counting)
     for sampling in (GREEDY, SAMPLED):
         specs = [RequestSpec((5, 6, 7), sampling, max_tokens=60)]
-        expected = run(build(loaded, None), specs)
+        expected = said_by(build(loaded, None), *specs)
         num_by_host = 0
         engine = build(loaded, Recorder())
 
-        assert run(engine, specs) == expected
+        assert said_by(engine, *specs) == expected
         assert num_by_host == status_of(engine).num_eager <= 4
         assert status_of(engine).num_replayed >= 56
 
     penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     specs = [RequestSpec((5, 6, 7), penalised, max_tokens=60)]
-    expected = run(build(loaded, None), specs)
+    expected = said_by(build(loaded, None), *specs)
     num_by_host = 0
     engine = build(loaded, Recorder())
 
-    assert run(engine, specs) == expected
+    assert said_by(engine, *specs) == expected
     assert num_by_host == 60
     assert status_of(engine).num_replayed >= 56
 
@@ -157,16 +122,16 @@ def test_samples_that_begin_in_a_graph_draw_each_its_own_first_token(loaded: Loa
     decode = [RequestSpec((5, 6, 7), GREEDY, max_tokens=20)]
     # One token to compute, as where all else of a prompt is cached; and no step but that.
     siblings = [RequestSpec((9,), SAMPLED, max_tokens=1, num_samples=5)]
-    expected = run(build(loaded, None), siblings)
+    expected = said_by(build(loaded, None), *siblings)
     engine = build(loaded, Recorder())
-    run(engine, decode)
+    said_by(engine, *decode)
     num_replayed = status_of(engine).num_replayed
 
-    said = run(engine, siblings)
+    said = said_by(engine, *siblings)
 
     assert status_of(engine).num_replayed == num_replayed + 1
-    assert list(said.values()) == list(expected.values())
-    assert len({tuple(tokens) for tokens in said.values()}) > 1
+    assert said == expected
+    assert len(set(map(tuple, said))) > 1
 
 
 def test_drafts_are_verified_by_graphs_and_the_text_stays(
@@ -177,7 +142,7 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
         RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=120),
         RequestSpec(tuple(random_ids(70, seed=1)), SAMPLED, max_tokens=90),
     ]
-    expected = run(build(loaded, None), pair)
+    expected = said_by(build(loaded, None), *pair)
 
     def drafting(capturing: Capturing | None) -> Drafter:
         model, cache = paged(draft)
@@ -192,7 +157,7 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
         drafter, recorder = make()
         engine = build(loaded, Recorder(), Speculation([drafter], policy=FixedDraftPolicy(4)))
 
-        assert run(engine, pair) == expected
+        assert said_by(engine, *pair) == expected
 
         assert engine.speculation.total.use().num_drafted > 10
         assert status_of(engine).num_replayed > 10
@@ -201,10 +166,10 @@ def test_drafts_are_verified_by_graphs_and_the_text_stays(
 
 @pytest.mark.parametrize("how", ["raises", "same numbers for ever", "later"])
 def test_broken_graphs_are_never_a_broken_chat(how: str, loaded: LoadedModel) -> None:
-    expected = run(build(loaded, None), conversations())
+    expected = said_by(build(loaded, None), *conversations())
     engine = build(loaded, Broken(how))
 
-    assert run(engine, conversations()) == expected
+    assert said_by(engine, *conversations()) == expected
 
     lines = graph_lines(status_of(engine))
     assert len(lines) == 2

@@ -5,34 +5,35 @@ whose tokens come late (tests/support/late_runner.py), beside an engine without 
 """
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_pool import SCRATCH_BLOCK
-from kvchat.cache.kv_pool import KvPool
-from kvchat.core.config import CacheConfig
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel
-from kvchat.model.paged_model import PagedModel
 from support.graph_recorder import Recorder
 from support.late_runner import LateRunner
+from support.paged_engines import (
+    BLOCK_SIZE,
+    GREEDY,
+    SAMPLED,
+    Said,
+    conversations,
+    engine_over,
+    paged,
+    run,
+    said_by,
+)
 from support.paged_scene import MAX_CONTEXT, load_tiny
 from support.specimens import random_ids
 
-BLOCK_SIZE = 8
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.2, top_p=0.95, seed=4)
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3)
 
 
@@ -41,62 +42,18 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_tiny("qwen3", Path(tmp_path_factory.mktemp("model")))
 
 
-def parts(loaded: LoadedModel, num_blocks: int) -> tuple[PagedModel, CacheManager]:
-    geometry = kv_geometry(loaded.spec, CacheConfig(block_size=BLOCK_SIZE), loaded.dtype)
-    pool = KvPool(geometry, num_blocks, loaded.device)
-    return PagedModel(loaded, pool.layers), CacheManager(pool)
-
-
-def engine_on(
-    runner: Runner, cache: CacheManager, loaded: LoadedModel, **settings: object
-) -> Engine:
-    return Engine(
-        runner,
-        cache,
-        max_context=MAX_CONTEXT,
-        max_step_tokens=64,
-        max_running=20,
-        vocab_size=loaded.spec.vocab_size,
-        **settings,  # type: ignore[arg-type]
-    )
-
-
 def plain(loaded: LoadedModel, num_blocks: int = 300) -> Engine:
-    model, cache = parts(loaded, num_blocks)
-    return engine_on(Runner(model, BLOCK_SIZE), cache, loaded)
+    model, cache = paged(loaded, num_blocks)
+    return engine_over(Runner(model, BLOCK_SIZE), cache, loaded)
 
 
 def late(
     loaded: LoadedModel, num_blocks: int = 300, **settings: object
 ) -> tuple[Engine, LateRunner]:
-    model, cache = parts(loaded, num_blocks)
+    model, cache = paged(loaded, num_blocks)
     graphs = GraphRunner(model, BLOCK_SIZE, MAX_CONTEXT, SCRATCH_BLOCK, Recorder())
     runner = LateRunner(model, BLOCK_SIZE, graphs)
-    return engine_on(runner, cache, loaded, **settings), runner
-
-
-Said = dict[tuple[int, int], list[int]]
-Ends = dict[tuple[int, int], FinishReason]
-
-
-def run(
-    engine: Engine, specs: list[RequestSpec], between: Callable[[Said], None] = lambda said: None
-) -> tuple[Said, Ends]:
-    """Return what each sample says and how it ends; `between` runs after every step."""
-    said: Said = {}
-    ends: Ends = {}
-    for spec in specs:
-        engine.submit(spec)
-    while engine.has_work:
-        for event in engine.step():
-            assert not isinstance(event, RequestFailed), event
-            if isinstance(event, TokensGenerated):
-                said.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
-            if isinstance(event, SampleFinished):
-                ends[event.request_id, event.sample] = event.reason
-        engine.cache.check([r.table for r in engine.running() if r.table is not None])
-        between(said)
-    return said, ends
+    return engine_over(runner, cache, loaded, **settings), runner
 
 
 def num_ahead(log: list[tuple[str, int]]) -> int:
@@ -104,15 +61,6 @@ def num_ahead(log: list[tuple[str, int]]) -> int:
     places = {entry: place for place, entry in enumerate(log)}
     steps = [number for word, number in log if word == "queue" and number > 1]
     return sum(places["queue", n] < places.get(("read", n - 1), -1) for n in steps)
-
-
-def conversations() -> list[RequestSpec]:
-    return [
-        RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=30),
-        RequestSpec(tuple(random_ids(70, seed=1)), SAMPLED, max_tokens=24),
-        RequestSpec(tuple(random_ids(3, seed=2)), SAMPLED, max_tokens=40, num_samples=3),
-        RequestSpec(tuple(random_ids(200, seed=3)), GREEDY, max_tokens=10),
-    ]
 
 
 def test_answers_are_those_of_an_engine_that_reads_first(loaded: LoadedModel) -> None:
@@ -136,13 +84,13 @@ def test_all_but_the_first_and_the_last_step_of_an_answer_are_queued_early(
     runner.log.clear()
     before = engine.status().num_steps
 
-    said, _ = run(engine, [spec])
+    said = said_by(engine, spec)
 
     assert engine.status().num_steps - before == 60
     queued = [entry for entry in runner.log if entry[0] == "queue"]
     assert num_ahead(runner.log) == len(queued) - 1
     assert len(queued) == 60, "no step is computed in vain where the end is known"
-    assert list(said.values()) == list(run(plain(loaded), [spec])[0].values())
+    assert said == said_by(plain(loaded), spec)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -152,7 +100,7 @@ def test_a_stop_token_is_read_one_step_late_and_leaves_nothing(
     """The slot of the step in vain is given back; a longer conversation overwrites its KV."""
     prompt = (5, 6, 7, 8)
     free = RequestSpec(prompt, sampling, max_tokens=60)
-    [answer] = run(plain(loaded), [free])[0].values()
+    [answer] = said_by(plain(loaded), free)
     stop = answer[29]
     num_before = answer.index(stop)
     stopping = RequestSpec(prompt, sampling, max_tokens=60, stop_token_ids=frozenset({stop}))
@@ -169,14 +117,13 @@ def test_a_stop_token_is_read_one_step_late_and_leaves_nothing(
     assert status.num_free + status.num_cached == status.num_blocks
 
     longer = RequestSpec((*prompt, *answer[:num_before], 9, 9, 9), GREEDY, max_tokens=40)
-    said, _ = run(engine, [longer])
-    assert list(said.values()) == list(run(plain(loaded), [longer])[0].values())
+    assert said_by(engine, longer) == said_by(plain(loaded), longer)
 
 
 def test_the_others_keep_their_tokens_when_one_of_them_stops(loaded: LoadedModel) -> None:
     prompts = [tuple(random_ids(5, seed=seed)) for seed in range(4)]
     free = [RequestSpec(prompt, SAMPLED, max_tokens=40) for prompt in prompts]
-    answers = list(run(plain(loaded), free)[0].values())
+    answers = said_by(plain(loaded), *free)
     stop = frozenset({answers[1][17]})
     specs = [
         RequestSpec(prompt, SAMPLED, max_tokens=40, stop_token_ids=stop if index == 1 else {})
@@ -210,7 +157,7 @@ def test_requests_that_come_and_go_change_no_answer(loaded: LoadedModel) -> None
             )
             for number in range(10)
         ]
-        expected = [list(run(plain(loaded), [spec])[0].values()) for spec in specs]
+        expected = [said_by(plain(loaded), spec) for spec in specs]
         engine, runner = late(loaded, num_blocks=18)
         coming = list(specs)
         cancelled: set[int] = set()
@@ -244,7 +191,7 @@ def test_a_step_that_failed_is_not_followed_by_the_one_queued_after_it(
 ) -> None:
     """The tokens could not be read: the request is computed again, and says the same."""
     spec = RequestSpec((5, 6, 7), SAMPLED, max_tokens=30)
-    expected = list(run(plain(loaded), [spec, spec])[0].values())
+    expected = said_by(plain(loaded), spec, spec)
 
     class Failing(LateRunner):
         num_left = 12
@@ -260,13 +207,11 @@ def test_a_step_that_failed_is_not_followed_by_the_one_queued_after_it(
 
             return type(step)(step.tokens, read)
 
-    model, cache = parts(loaded, 300)
+    model, cache = paged(loaded)
     graphs = GraphRunner(model, BLOCK_SIZE, MAX_CONTEXT, SCRATCH_BLOCK, Recorder())
-    engine = engine_on(Failing(model, BLOCK_SIZE, graphs), cache, loaded)
+    engine = engine_over(Failing(model, BLOCK_SIZE, graphs), cache, loaded)
 
-    said, _ = run(engine, [spec, spec])
-
-    assert list(said.values()) == expected
+    assert said_by(engine, spec, spec) == expected
 
 
 def test_drafts_and_changed_logits_take_the_plain_way(loaded: LoadedModel) -> None:
@@ -275,10 +220,10 @@ def test_drafts_and_changed_logits_take_the_plain_way(loaded: LoadedModel) -> No
         (RequestSpec((5, 6, 7), GREEDY, max_tokens=30, num_top_logprobs=2), None),
         (RequestSpec((5, 6, 7), GREEDY, max_tokens=30), Speculation([NgramDrafter()], Mode.AUTO)),
     ):
-        expected = list(run(plain(loaded), [spec])[0].values())
+        expected = said_by(plain(loaded), spec)
         engine, runner = late(loaded, speculation=speculation)
 
-        assert list(run(engine, [spec])[0].values()) == expected
+        assert said_by(engine, spec) == expected
 
         assert not [entry for entry in runner.log if entry[0] == "queue"]
 
