@@ -27,6 +27,7 @@ from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.text import Size
 from kvchat.core.types import Memory
+from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.draft_model import MOST_CAUGHT_UP, ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
@@ -50,6 +51,7 @@ from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
+from kvchat.model.assistant import is_assistant, load_assistant
 from kvchat.model.checkpoint.eagle_form import EagleForm, eagle_form
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
@@ -391,6 +393,11 @@ def build_speculating_engine(
     target_cache = draft.target_cache if draft is not None else cache_config
     reads_before = draft.reads_before if draft is not None else None
     engine = engine_around(target, target_cache, engine_config, memory, speculation, reads_before)
+    if draft is not None and isinstance(draft.drafter, AssistantDrafter):
+        try:
+            draft.drafter.read_from(engine.cache)
+        except Exception as error:  # without drafts, the target can still answer
+            speculation.drop(draft.drafter, error)
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
@@ -422,8 +429,8 @@ class _DraftBuild:
         """Load a draft model and give it its share of the budget; raises if that fails."""
         target = self.target
         form = eagle_form(source)
-        if form is not None:
-            return self._eagle(source, form)
+        if form is not None or is_assistant(source):
+            return self._reader(source, form)
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
         config = replace(self.model_config, device=target.device.type)
@@ -456,18 +463,21 @@ class _DraftBuild:
         threads = new_threads(loaded.device)
         return _Draft(HeadDrafter(model, cache, loaded.max_context, threads), target_config, ())
 
-    def _eagle(self, source: ModelSource, form: EagleForm) -> _Draft:
-        """Load an EAGLE-3 head, as `drafter`."""
+    def _reader(self, source: ModelSource, form: EagleForm | None) -> _Draft:
+        """Load an EAGLE-3 head, or without its form a drafter of Gemma 4, as `drafter`."""
         target = self.target
         if target.device.type != "cpu" or target.spec.gathered is not None:
             where = "on a GPU" if target.device.type != "cpu" else "on the gathered path"
-            raise ModelError(f"A model {where} shows an EAGLE-3 head no hidden states.")
+            raise ModelError(f"A model {where} shows {source.name} no hidden states.")
+        if form is None:
+            drafter = AssistantDrafter(load_assistant(target, source))
+            return _Draft(drafter, self.cache_config, ())
         loaded, before = load_eagle(target, source, form)
         cache, target_config = self._cache_of_head(loaded)
         model = EagleModel(loaded, cache.kv_pool.layers)
         threads = new_threads(loaded.device)
-        drafter = HeadDrafter(model, cache, loaded.max_context, threads, "draft")
-        return _Draft(drafter, target_config, before)
+        head = HeadDrafter(model, cache, loaded.max_context, threads, "draft")
+        return _Draft(head, target_config, before)
 
     def _cache_of_head(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig]:
         """Return a head's cache in memory, and the settings left for the target.

@@ -130,7 +130,7 @@ class Speculation:
             try:
                 drafter.prepare()
             except Exception as error:
-                self._drop(drafter, error)
+                self.drop(drafter, error)
 
     def draft(
         self, plan: Sequence[ScheduledRequest], cache: CacheManager, limits: Limits
@@ -189,7 +189,7 @@ class Speculation:
             try:
                 offer = drafter.offer(request, most)
             except Exception as error:  # a draft model may fail with anything
-                self._drop(drafter, error)
+                self.drop(drafter, error)
                 continue
             if offer is not None:
                 offers[offer] = drafter
@@ -214,7 +214,7 @@ class Speculation:
                 began_s = self._clock()
                 proposed = drafter.propose(wanted)
             except Exception as error:
-                self._drop(drafter, error)
+                self.drop(drafter, error)
                 continue
             if not own[0].offer.is_free:
                 longest = max(order.num_tokens for order in own)
@@ -327,7 +327,7 @@ class Speculation:
             try:
                 drafter.update(requests if drafter in asked else [], seconds)
             except Exception as error:
-                self._drop(drafter, error)
+                self.drop(drafter, error)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Let the drafters of the mode learn contexts that no request has asked for."""
@@ -335,7 +335,7 @@ class Speculation:
             try:
                 drafter.learn(contexts)
             except Exception as error:
-                self._drop(drafter, error)
+                self.drop(drafter, error)
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> list[WhenWritten]:
         """Have all drafters forget contexts; each keeps its given number of leading tokens.
@@ -347,13 +347,13 @@ class Speculation:
             try:
                 wait = drafter.forget(contexts)
             except Exception as error:
-                self._drop(drafter, error)
+                self.drop(drafter, error)
                 continue
             if wait is not None:
                 waits.append(wait)
         return waits
 
-    def _drop(self, drafter: Drafter, error: Exception) -> None:
+    def drop(self, drafter: Drafter, error: Exception) -> None:
         """Remove a drafter that raised `error`, and close it."""
         _log.error("the %s drafter failed", drafter.name, exc_info=error)
         self._drafters.remove(drafter)

@@ -192,7 +192,7 @@ def _read_safetensors(
     read_elsewhere: Collection[str],
     names_in: Names | None,
 ) -> CheckpointTensors:
-    tensors = _mapped(source)
+    tensors = mapped_tensors(source)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
         return CheckpointTensors(_renamed(tensors, names_in), dtype, "loading weights")
@@ -316,7 +316,7 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
         return False
-    tensors = unpacked(_mapped(source), packing, dtype, source.name)
+    tensors = unpacked(mapped_tensors(source), packing, dtype, source.name)
     packed = {name: part for name, part in tensors.items() if isinstance(part, PackedTensor)}
     takes_floats = not is_fast_by_torch(torch.bfloat16)
     staying = [
@@ -328,7 +328,7 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
     return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 
 
-def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
+def mapped_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
     """Return every tensor of the weight files, memory-mapped: data is read at first use.
 
     If two files hold a tensor of the same name, the later file wins, as in transformers.

@@ -77,8 +77,10 @@ class CompiledStep:
         self._parts.program.prepare()
         self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
-        hidden, joined = self._parts.stream.shape[1], self._parts.joined
-        self._embedded = self._parts.stream if joined is None else joined[:, :hidden]
+        joined = self._parts.joined
+        self._embedded = self._parts.stream
+        if joined is not None:
+            self._embedded = joined[:, : joined.shape[1] // 2]
         self._embed_into = embedding_into(decoder.embedding, self._embedded)
         # Of ids from here on logits need not be computed: they are -inf then.
         self.most_ids = self._vocab_size

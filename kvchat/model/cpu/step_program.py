@@ -153,7 +153,7 @@ class StepProgram:
         self._operations = StepOperations()
         self._of_parts: dict[PartsKind, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
-        self.joined = None if decoder.joined is None else floats(2 * self.stream.shape[1])
+        self.joined = None if decoder.joined is None else floats(self._joined_width(decoder.joined))
         self.side = _side_memory(decoder)
         self.header, self.head_header = self._operations.header, self._operations.head_header
         self.window_header = np.zeros_like(self.header) if windowed else None
@@ -287,17 +287,21 @@ class StepProgram:
         operations.add_to(ahead, self.stream)
         operations.norm_rows(norm, ahead, source.floats)
 
+    def _joined_width(self, part: Joined) -> int:
+        return 2 * self.stream.shape[1] if part.projection is None else part.projection.num_in
+
     def _join(self, part: Joined) -> None:
         """Write the stream of a head for the next token, or the input of its layer."""
         operations, hidden = self._operations, self.stream.shape[1]
         assert self.joined is not None
         x, norm = self.joined, part.norm
-        task = GroupNormTask(
-            x=x, weight=norm.weight, width=hidden, epsilon=norm.epsilon, num_groups=2
-        )
-        operations.add(group_norm_kernel(), task, None)
+        if norm is not None:
+            task = GroupNormTask(
+                x=x, weight=norm.weight, width=hidden, epsilon=norm.epsilon, num_groups=2
+            )
+            operations.add(group_norm_kernel(), task, None)
         if part.projection is not None:
-            source = operations.input("joined", 2 * hidden)
+            source = operations.input("joined", x.shape[1])
             operations.products((part.projection,), source, x, self.stream)
         if part.of_stream is not None:
             self._norm_stream(part.of_stream)

@@ -280,16 +280,17 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a head for the next token joins its tokens with: hidden states of the model before it.
+    """What a head that drafts joins its tokens with: hidden states of the model before it.
 
-    norm         of both, [2 * hidden], a row's embedded token before its hidden state
+    norm         of both, [2 * hidden], a row's embedded token before its hidden state; None: they
+                 are projected as they are, and may be wider than the stream
     projection   of both, normed, to the stream; None: they are the input of the first layer's
                  attention, and the stream is the hidden state
     take         returns the hidden states of the next so many rows, [rows, hidden]
     of_stream    without a projection, a norm of that stream
     """
 
-    norm: Norm
+    norm: Norm | None
     projection: Matrix | None
     take: Callable[[int], torch.Tensor]
     of_stream: Norm | None = None

@@ -5,19 +5,15 @@ Random heads guess almost nothing right, so tests compare logits with those of a
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import ModelUnsupported
 from kvchat.core.events import TokensGenerated
-from kvchat.core.text import Size
-from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.request import RequestSpec
@@ -27,6 +23,7 @@ from kvchat.model.loader import inspect_model
 from kvchat.model.packed.quantise import pack_of, packed_table
 from support.checkpoints import save_checkpoint, tiny_model
 from support.eagle_heads import write_eagle
+from support.engines_with_drafts import answer, build
 from support.fixed_drafts import FixedDraftPolicy
 from support.gguf_files import write_gguf
 from support.stateful_models import STATEFUL, words
@@ -37,21 +34,6 @@ TARGETS = {
     "gemma3_text": ("gemma3_text", {"sliding_window": 24}),
     "qwen3_5": STATEFUL["qwen3_5, compiled"],
 }
-
-
-def build(
-    target: Path, head: Path, kv: Path | None = None, num_bytes: int = 32 << 20, **model: str
-) -> AssembledEngine:
-    return build_speculating_engine(
-        find_model(str(target)),
-        find_model(str(head)),
-        ModelConfig(**{"dtype": "float32", **model}),
-        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=kv),
-        EngineConfig(max_context=400, max_step_tokens=32),
-        SpeculationConfig("auto"),
-        NO_MEMORY,
-        lambda event: None,
-    )
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -100,21 +82,6 @@ class Spy:
 
         monkeypatch.setattr(drafter, "_run", noting)
         monkeypatch.setattr(drafter, "_drawn", draw)
-
-
-def answer(
-    engine: Engine, prompt: Sequence[int], num_tokens: int, heat: float = 0.0, num_samples: int = 1
-) -> list[list[int]]:
-    sampling = SamplingParams(temperature=heat, seed=7)
-    engine.submit(
-        RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, num_samples=num_samples)
-    )
-    ids: dict[int, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.sample, []).extend(event.token_ids)
-    return [ids[sample] for sample in sorted(ids)]
 
 
 @pytest.mark.parametrize("style", STYLES)

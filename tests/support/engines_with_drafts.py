@@ -1,0 +1,43 @@
+"""Engines of a model and what drafts for it, and their answers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from kvchat.core.events import TokensGenerated
+from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY, SamplingParams
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.model.checkpoint.source import find_model
+
+
+def build(
+    target: Path, head: Path, kv: Path | None = None, num_bytes: int = 32 << 20, **model: str
+) -> AssembledEngine:
+    return build_speculating_engine(
+        find_model(str(target)),
+        find_model(str(head)),
+        ModelConfig(**{"dtype": "float32", **model}),
+        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=kv),
+        EngineConfig(max_context=400, max_step_tokens=32),
+        SpeculationConfig("auto"),
+        NO_MEMORY,
+        lambda event: None,
+    )
+
+
+def answer(
+    engine: Engine, prompt: Sequence[int], num_tokens: int, heat: float = 0.0, num_samples: int = 1
+) -> list[list[int]]:
+    sampling = SamplingParams(temperature=heat, seed=7)
+    engine.submit(
+        RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, num_samples=num_samples)
+    )
+    ids: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.sample, []).extend(event.token_ids)
+    return [ids[sample] for sample in sorted(ids)]

@@ -1,0 +1,127 @@
+"""Drafts by a drafter of Gemma 4 over the model's own KV: what it computes, and that texts stay."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.events import TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.assistant_drafter import AssistantDrafter
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode
+from support.assistants import WithAssistant, write_with_assistant
+from support.checkpoints import save_checkpoint, tiny_model
+from support.engines_with_drafts import answer, build
+from support.fixed_drafts import FixedDraftPolicy
+from support.stateful_models import words
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[WithAssistant, Path]:
+    """A drafter with all logits, and one that chooses clusters of tokens first."""
+    directory = tmp_path_factory.mktemp("pair")
+    models = write_with_assistant(directory, is_ordered=request.param)
+    return models, directory
+
+
+def engine_of(directory: Path, **settings: object) -> Engine:
+    assembled = build(directory / "target", directory / "drafter", **settings)
+    assert not assembled.ready.notes
+    engine = assembled.engine
+    engine.speculation._policy = FixedDraftPolicy(3)
+    assert engine.speculation.drafter(AssistantDrafter) is not None
+    return engine
+
+
+def test_its_logits_are_those_of_transformers(
+    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the window's beginning, guesses after guesses, and in a turn from the cache."""
+    models, directory = pair
+    engine = engine_of(directory)
+    drafter = engine.speculation.drafter(AssistantDrafter)
+    assert drafter is not None
+    seen: list[tuple[list[int], list[int], torch.Tensor]] = []
+    guess, propose = drafter._model.guess, drafter.propose
+    due: list[list[int]] = []
+
+    def noting(tokens, pieces, hidden):  # type: ignore[no-untyped-def]
+        logits, states = guess(tokens, pieces, hidden)
+        [ids], [token] = due, tokens
+        known = seen[-1][1] if seen and seen[-1][0] == ids else None
+        guesses = [] if known is None else [*known, token]
+        seen.append((ids, guesses, logits[0].clone()))
+        return logits, states
+
+    def proposing(wanted):  # type: ignore[no-untyped-def]
+        due[:] = [list(want.request.ids) for want in wanted]
+        return propose(wanted)
+
+    monkeypatch.setattr(drafter._model, "guess", noting)
+    monkeypatch.setattr(drafter, "propose", proposing)
+    engine.speculation.switch(Mode.DRAFT)
+    first = words(75, seed=1)
+    [given] = answer(engine, first, 12)
+    answer(engine, [*first, *given, *words(9, seed=2)], 12)
+    assert not engine.speculation.failures
+    assert {len(guesses) for _, guesses, _ in seen} == {0, 1, 2}
+    for ids, guesses, row in seen[::2]:
+        expected, known = models.logits(ids, guesses), row.isfinite()
+        assert known.sum() in (4 * 17, len(row))
+        torch.testing.assert_close(row[known], expected[known], rtol=1e-3, atol=1e-3)
+    engine.close()
+
+
+def test_answers_are_those_without_drafts(pair: tuple[WithAssistant, Path], tmp_path: Path) -> None:
+    """Greedy and drawn, samples, branches, and again after a restart."""
+    _, directory = pair
+    context: list[int] = []
+    for turn in range(4):
+        engine = engine_of(directory, kv=tmp_path / "kv")
+        prompt = [*context[: (40, 400)[turn % 2]], *words(30 + turn, turn)]
+        heat, num_samples = (0.0, 0.9)[turn // 2], 1 + turn % 2
+        engine.speculation.switch(Mode.OFF)
+        plain = answer(engine, prompt, 16, heat, num_samples)
+        engine.speculation.switch(Mode.DRAFT)
+        assert answer(engine, prompt, 16, heat, num_samples) == plain
+        assert engine.speculation.status().total.num_verified
+        assert not engine.speculation.failures
+        context = [*prompt, *plain[0]]
+        engine.close()
+
+
+def test_requests_at_once_have_the_answers_of_each(pair: tuple[WithAssistant, Path]) -> None:
+    _, directory = pair
+    engine = engine_of(directory)
+    prompts = [tuple(words(20 + 7 * index, index)) for index in range(4)]
+    engine.speculation.switch(Mode.OFF)
+    plain = [answer(engine, prompt, 16)[0] for prompt in prompts]
+    engine.speculation.switch(Mode.DRAFT)
+    ids: dict[int, list[int]] = {}
+    requests = [
+        engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=16))
+        for prompt in prompts
+    ]
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.request_id, []).extend(event.token_ids)
+    assert [ids[request] for request in requests] == plain
+    assert not engine.speculation.failures
+    engine.close()
+
+
+def test_a_drafter_of_another_model_is_refused(
+    pair: tuple[WithAssistant, Path], tmp_path: Path
+) -> None:
+    _, directory = pair
+    other = save_checkpoint(tmp_path, tiny_model("llama", hidden_size=32))
+    assembled = build(other, directory / "drafter")
+    [note] = [note for note in assembled.ready.notes if "draft model" in note]
+    assert "a drafter of another model" in note
+    assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
+    assembled.engine.close()
