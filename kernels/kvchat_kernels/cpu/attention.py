@@ -22,6 +22,16 @@ from itertools import product
 from llvmlite import ir
 
 from kvchat_kernels.cpu.attention_reading import WORD_BYTES, HeadNumbers, load_words, words_of
+from kvchat_kernels.cpu.bfloat_pairs import (
+    PAIR_LANES,
+    add_products,
+    are_pairs_multiplied,
+    in_order,
+    interleaved,
+    load_pairs,
+    rounded,
+    store_halves,
+)
 from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Kernel, Value, kernel
 from kvchat_kernels.cpu.maths import Stored, exp, tanh, write_turned
 from kvchat_kernels.cpu.products import are_wide_floats_faster
@@ -131,11 +141,19 @@ class AttentionForm:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether queries and weights are rounded to bfloat16, and multiplied two at a time with
+        the pools' numbers. Sums are float32.
+        """
+        has_runs = self.key_dim % PAIR_LANES == self.value_dim % (2 * PAIR_LANES) == 0
+        return self.stored is Stored.BFLOAT and has_runs and are_pairs_multiplied()
+
 
 @cache
 def attention_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
     """Return the kernel that attends parts. Units: jobs times KV heads."""
-    forms = (form, are_wide_floats_faster(Stored.FLOAT))
+    forms = (form, form.in_pairs or are_wide_floats_faster(Stored.FLOAT))
     return Kernel("attention", AttentionTask, forms, lambda code: _Part(code, *forms).write())
 
 
@@ -155,17 +173,21 @@ class _Part:
         )
         self._value_lanes = self._values.lanes(self._lanes)
         self._few = _pairs_at_once(form.group) if is_wide else _FEW
+        self._in_pairs = form.in_pairs
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
         self._noted = code.room(2 * _TILE * 8)
         self._words = code.room(_TILE * self._keys.num_bytes)
         self._factors = code.room(_TILE * self._keys.scale_bytes * 2)
         self._scores = code.room(JOB_ROWS * form.group * PART * 4)
+        self._queries = code.room(JOB_ROWS * form.group * form.key_dim * 2 if form.in_pairs else 8)
 
     def _of_job(self, place: Job) -> Value:
         return self._code.load(self._job, 8 * place, I64)
 
     def write(self) -> None:
+        if self._in_pairs:
+            self._write_rounded_queries()
         # Tiles begin at multiples of _TILE, which keeps every row's order of additions the same.
         tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
         with tiles as tile:
@@ -173,7 +195,7 @@ class _Part:
             self._each_few(lambda pairs: self._write_scores(pairs, tile))
         with self._code.loop(0, self._num_pairs) as pair:
             self._write_weights(pair)
-        self._each_few(self._write_sums)
+        self._each_few(self._write_sums_of_pairs if self._in_pairs else self._write_sums)
 
     def _each_few(self, write: Callable[[Sequence[Value]], None]) -> None:
         """Write loops over the pairs of a row and a query head, a few at a time."""
@@ -300,14 +322,29 @@ class _Part:
 
     # Scores, weights, sums
 
+    def _query(self, pair: Value) -> Value:
+        """Return the address of a pair's query."""
+        row, head = self._row_of(pair)
+        query = self._code.task.query + row * self._code.task.query_stride
+        return query + head * (self._keys.dim * 4)
+
+    def _write_rounded_queries(self) -> None:
+        code, dim = self._code, self._keys.dim
+        with code.loop(0, self._num_pairs) as pair:
+            query = self._query(pair)
+            with code.loop(0, dim, PAIR_LANES) as column:
+                numbers = code.load(query, column * 4, ir.VectorType(F32, PAIR_LANES))
+                store_halves(
+                    code, rounded(code, numbers), self._queries + pair * (dim * 2), column * 2
+                )
+
     def _write_scores(self, pairs: Sequence[Value], tile: Value) -> None:
         """Write the pairs' scores of a tile, also of slots that a row does not see."""
         code, keys = self._code, self._keys
-        queries = []
-        for pair in pairs:
-            row, head = self._row_of(pair)
-            query = code.task.query + row * code.task.query_stride
-            queries.append(query + head * (keys.dim * 4))
+        if self._in_pairs:
+            queries = [self._queries + pair * (keys.dim * 2) for pair in pairs]
+        else:
+            queries = [self._query(pair) for pair in pairs]
         width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
         places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
         scale = code.spread(code.task.scale, self._lanes)
@@ -350,16 +387,20 @@ class _Part:
         kind = ir.VectorType(I32, self._lanes)
         with code.loop(0, num_words) as word:
             ask(word)
-            numbers = [
-                keys.of_words(code, code.load(at, (word * _TILE + place) * WORD_BYTES, kind))
-                for place in places
-            ]
-            for of_places in zip(*numbers, strict=True):
-                column = word * keys.columns_of_word + of_places[0][0]
+            words = [code.load(at, (word * _TILE + place) * WORD_BYTES, kind) for place in places]
+            if self._in_pairs:
                 for query, of_pair in zip(queries, sums, strict=True):
-                    factor = code.spread(code.load(query, column * 4, F32), self._lanes)
-                    for (_, number), total in zip(of_places, of_pair, strict=True):
-                        total.set(total.get() + factor * number)
+                    factors = load_pairs(code, query, word * WORD_BYTES)
+                    for of_place, total in zip(words, of_pair, strict=True):
+                        total.set(add_products(code, total.get(), of_place, factors))
+            else:
+                numbers = [keys.of_words(code, of_place) for of_place in words]
+                for of_places in zip(*numbers, strict=True):
+                    column = word * keys.columns_of_word + of_places[0][0]
+                    for query, of_pair in zip(queries, sums, strict=True):
+                        factor = code.spread(code.load(query, column * 4, F32), self._lanes)
+                        for (_, number), total in zip(of_places, of_pair, strict=True):
+                            total.set(total.get() + factor * number)
         return [[total.get() for total in of_pair] for of_pair in sums]
 
     def _write_weights(self, pair: Value) -> None:
@@ -378,7 +419,11 @@ class _Part:
         with code.loop(first, self._end, lanes) as slot:
             score = code.load(scores, slot * 4, kind)
             weight = exp(code, score - code.spread(largest, lanes))
-            code.store(weight, scores, slot * 4)
+            if self._in_pairs:  # in the first half of the room: what lies there was read before
+                weight = rounded(code, weight)
+                store_halves(code, weight, self._weights_of(pair), slot * 2)
+            else:
+                code.store(weight, scores, slot * 4)
             total.set(total.get() + weight)
         stats = self._result(pair, Record.STATS, 2)
         code.store(largest, stats, 0)
@@ -434,6 +479,40 @@ class _Part:
             for to, of_pair in zip(results, sums, strict=True):
                 for column, total in zip(columns, of_pair, strict=True):
                     code.store(total.get(), to, column * 4)
+
+    def _weights_of(self, pair: Value) -> Value:
+        """Return the address that the rounded weight of slot 0 would have."""
+        return self._scores_of(pair) - self._start * 2
+
+    def _write_sums_of_pairs(self, pairs: Sequence[Value]) -> None:
+        """Write what `_write_sums` does, by weights that are rounded, two slots at a time.
+
+        A slot that no row sees has the weight 0, and the numbers of one that a row sees.
+        """
+        code, values = self._code, self._values
+        results = [self._result(pair, Record.SUMS, values.dim) for pair in pairs]
+        weights = [self._weights_of(pair) for pair in pairs]
+        count = _WIDE_VALUE_VECTORS.get(len(pairs), 2)
+        all_columns = range(0, values.dim, 2 * PAIR_LANES)
+        for first in range(0, len(all_columns), count // 2):
+            columns = all_columns[first : first + count // 2]
+            zeros = code.floats(0.0, PAIR_LANES)
+            sums = [[code.variable(zeros) for _ in range(2 * len(columns))] for _ in pairs]
+            with code.loop(self._first - self._first % 2, self._end, 2) as slot:
+                heads = [
+                    self._token(code.task.values, values.num_bytes, self._within(slot + i))
+                    for i in (0, 1)
+                ]
+                words = [w for column in columns for w in interleaved(code, heads, column * 2)]
+                for at, of_pair in zip(weights, sums, strict=True):
+                    factors = load_pairs(code, at, slot * 2)
+                    for word, total in zip(words, of_pair, strict=True):
+                        total.set(add_products(code, total.get(), word, factors))
+            for to, of_pair in zip(results, sums, strict=True):
+                for index, column in enumerate(columns):
+                    halves = (total.get() for total in of_pair[2 * index : 2 * index + 2])
+                    for part, vector in enumerate(in_order(code, *halves)):
+                        code.store(vector, to, (column + part * PAIR_LANES) * 4)
 
 
 def _sides(stored: Stored | KvCode) -> tuple[Stored | NumberCode, Stored | NumberCode]:

@@ -184,6 +184,15 @@ def attention_form(
     return AttentionForm(num_heads, num_kv_heads, key_dim, value_dim, block_size, stored, *rules)
 
 
+def attends_faster_than_torch(form: AttentionForm) -> bool:
+    """Return whether the kernels take less time for many rows than torch's of 16 bits.
+
+    torch has tiles where the processor has them. Elsewhere it takes 1.9 to 4 times as long, mostly
+    for copies of the context and for rows that it rounds up to.
+    """
+    return form.in_pairs and not has_feature("amx-bf16")
+
+
 def attend(
     form: AttentionForm,
     query: torch.Tensor,

@@ -1,8 +1,8 @@
 """Paged attention on a CPU: the compiled step's kernels, outside of a step.
 
-They compute in float32, a row by itself, whatever the dtype. torch attends many rows in 16 bits
-where the processor multiplies in these: its fused kernel takes half of the time there. The
-reference serves layers whose sizes no kernel takes, and machines where nothing can be compiled.
+They compute a row by itself, in float32 or with products of bfloat16. torch attends many rows in
+16 bits where the processor has tiles for that, or other instructions that our kernels do not use.
+The reference serves layers whose sizes no kernel takes, and machines where nothing can be compiled.
 """
 
 import torch
@@ -29,7 +29,7 @@ def paged_attention_cpu(
     form = calls and calls.attention_form(query.shape[1], key_pool, value_pool, scoring)
     if form is None:
         return paged_attention_reference(query, key_pool, value_pool, sequences, scoring)
-    if _is_torchs(query, sequences, scoring):
+    if _is_torchs(query, sequences, scoring) and not calls.attends_faster_than_torch(form):
         return _attend_by_torch(query, key_pool, value_pool, sequences, scoring)
     rows = query.float().contiguous()
     out = torch.empty(*query.shape[:2], value_pool.shape[3], dtype=torch.float32)

@@ -1,6 +1,6 @@
 """What config.json says of an EAGLE-3 head, as SpecForge and SGLang write it, and speculators."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,14 @@ def eagle_form(source: ModelSource) -> EagleForm | None:
     Raises ModelError for a head of another kind.
     """
     content = {} if source.gguf is not None else read_json(source.config_file) or {}
-    names = content.get("architectures") or ()
-    kind = " ".join([*map(str, names), str(content.get("speculators_model_type"))]).lower()
-    layer = content.get("transformer_layer_config") or content
+    kind = f"{content.get('architectures')} {content.get('speculators_model_type')}".lower()
+    layer = _object(content, "transformer_layer_config") or content
     is_small = "draft_vocab_size" in content and layer.get("num_hidden_layers") == 1
     if "eagle3" not in kind and not is_small:
         if "eagle" in kind:
             raise ModelError(f"{source.name} is a head of EAGLE 1 or 2; EAGLE-3 heads can draft.")
         return None
-    own = content.get("eagle_config") or {}
+    own = _object(content, "eagle_config")
     is_other = (
         layer.get("num_hidden_layers", 1) != 1
         or layer.get("model_type", "llama") != "llama"
@@ -51,8 +50,15 @@ def eagle_form(source: ModelSource) -> EagleForm | None:
     if is_other:
         raise ModelError(f"{source.name} is no EAGLE-3 head of one layer like Llama's.")
     key, shift = "eagle_aux_hidden_state_layer_ids", 0
-    ids = content.get(key) or own.get(key)
+    ids = content.get(key) or own.get(key) or ()
+    if not isinstance(ids, Sequence) or not all(isinstance(index, int) for index in ids):
+        raise ModelError(f"{source.name}: {key} are no numbers of layers.")
     if "speculators_model_type" not in content:
         shift = 1  # they count outputs, speculators' count inputs
-    before = tuple(int(index) + shift for index in ids) if ids else None
+    before = tuple(index + shift for index in ids) or None
     return EagleForm(layer, before, bool(content.get("norm_before_residual")))
+
+
+def _object(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}

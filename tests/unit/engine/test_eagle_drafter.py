@@ -261,6 +261,7 @@ def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
             "EAGLE 1 or 2",
         ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, {}, "layer 10"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["x"]}}, {}, "no numbers of layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no EAGLE-3 head of one layer"),
     ],
 )

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from kvchat_kernels.cpu import calls as calls_of_kernels
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, Scoring, paged_attention
 from kvchat_kernels.paged_attention import cpu as by_cpu
 
-BLOCK_SIZE, HEADS, KV_HEADS, DIM = 8, 6, 2, 16
+BLOCK_SIZE, HEADS, KV_HEADS, DIM = 8, 6, 2, 32
 # New tokens and slots of each sequence: decodes, a verification, a prompt beside them.
 LENGTHS = ((1, 22), (5, 30), (40, 70), (1, 1), (200, 333))
 SPANS = [AttentionSpan(), AttentionSpan(window=20), AttentionSpan(chunk=32)]
@@ -56,8 +57,12 @@ def test_a_step_of_all_kinds_of_rows_is_attended_as_the_reference_does(
 
 
 @pytest.mark.usefixtures("multiplies_in_16_bits")
-def test_torch_attends_many_rows_in_16_bits_and_no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_slower", [True, False])
+def test_torch_attends_many_rows_in_16_bits_and_no_softcap_where_it_is_faster(
+    is_slower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, *pools, sequences = problem(torch.bfloat16)
+    monkeypatch.setattr(calls_of_kernels, "attends_faster_than_torch", lambda form: is_slower)
     calls = []
     own = by_cpu.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -71,11 +76,15 @@ def test_torch_attends_many_rows_in_16_bits_and_no_softcap(monkeypatch: pytest.M
     paged_attention(query[:6], *pools, few, Scoring(0.25))
     assert not calls
     paged_attention(query, *pools, sequences, Scoring(0.25))
-    assert len(calls) == len(LENGTHS)
+    assert len(calls) == (0 if is_slower else len(LENGTHS))
 
 
-def test_a_row_is_the_same_beside_others() -> None:
-    query, *pools, sequences = problem(torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_the_same_beside_others(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_cpu, "multiplies_in", lambda dtype: False)
+    query, *pools, sequences = problem(dtype)
     together = paged_attention(query, *pools, sequences, Scoring(0.25))
 
     for row in (0, 3, 30, 100, 246):

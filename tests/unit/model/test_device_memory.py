@@ -102,7 +102,7 @@ def test_what_is_for_a_cpu_alone_is_decided_once_the_model_is_on_its_device(
 ) -> None:
     """A module that is still on its way to a GPU says that it is on the CPU."""
     order = []
-    monkeypatch.setattr(loader, "_move", lambda *_: order.append("moved"))
+    monkeypatch.setattr(loader, "move_weights", lambda *_: order.append("moved"))
     monkeypatch.setattr(loader, "use_cpu_products", lambda _: order.append("decided"))
     monkeypatch.setattr(loader, "slow_attention", lambda *_: ())
 
