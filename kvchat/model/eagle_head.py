@@ -27,7 +27,7 @@ from kvchat.model.checkpoint.tensors import stored_names
 from kvchat.model.loader import IN_BLOCKS, LoadedModel
 from kvchat.model.next_head import HeadModel, JoinedEmbedding
 from kvchat.model.paged_model import KvLayers
-from kvchat.model.part_loader import Part, load_part
+from kvchat.model.part_loader import Part, files_limit, load_part
 
 _LAYER = "model.layers.0."
 _WIDE = ("q_proj", "k_proj", "v_proj")
@@ -168,7 +168,8 @@ def load_eagle(
     def names_in(stored: Iterable[str]) -> Mapping[str, str]:
         return {_name_here(name): stored for name, stored in names.items()}
 
-    part = Part(source, config, names_in, _JOINED, join, weights, owns_head=True)
+    limit = files_limit(source)
+    part = Part(source, config, names_in, _JOINED, join, weights, owns_head=True, limit=limit)
     loaded = load_part(target, part)
     return replace(loaded, spec=replace(loaded.spec, vocab_size=target.spec.vocab_size)), before
 
@@ -206,7 +207,7 @@ def _config(form: EagleForm, target: LoadedModel) -> Any:
         rope = target.module.config.get_text_config().rope_parameters
         settings["rope_theta"] = rope["rope_theta"]
     settings |= {"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
-    return AutoConfig.for_model("llama", **settings, pad_token_id=None)
+    return AutoConfig.for_model("llama", **{**settings, "pad_token_id": None})
 
 
 def _join(
@@ -221,8 +222,9 @@ def _join(
     decoder, attention = module.get_decoder(), module.get_decoder().layers[0].self_attn
     hidden = decoder.norm.weight.numel()
     width = target.module.get_decoder().norm.weight.numel()
+    _require_shapes(given, attention, hidden, source)
     fuse, head = given["fc.weight"], given["lm_head.weight"]
-    if fuse.shape != (hidden, num_streams * width):
+    if fuse.shape[1] != num_streams * width:
         raise _of_another(source, target, f"it reads {fuse.shape[1]} numbers of a row")
     offsets = given.get("d2t", torch.zeros(len(head), dtype=torch.int64))
     places = torch.arange(len(offsets)) + offsets
@@ -257,6 +259,31 @@ def _join(
         setattr(attention, name, linear(f"layer.self_attn.{name}"))
     module.set_input_embeddings(pairs)
     module.set_output_embeddings(linear("lm_head"))
+
+
+def _require_shapes(
+    given: Mapping[str, torch.Tensor], attention: Any, hidden: int, source: ModelSource
+) -> None:
+    """Raise ModelError for tensors of other sizes than kernels read; None stands for any."""
+    pairs = 2 * hidden
+    num_rows = {name: getattr(attention, name).out_features for name in _WIDE}
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "fc.weight": (hidden, None),
+        "lm_head.weight": (None, hidden),
+        "embed_tokens.weight": (None, hidden),
+        "d2t": (None,),
+        "layer.input_layernorm.weight": (hidden,),
+        "layer.hidden_norm.weight": (hidden,),
+        "input_norm.weight": (given["fc.weight"].shape[-1],),
+        **{f"layer.self_attn.{name}.weight": (rows, pairs) for name, rows in num_rows.items()},
+        **{f"layer.self_attn.{name}.bias": (rows,) for name, rows in num_rows.items()},
+    }
+    for name, tensor in given.items():
+        wanted, sizes = shapes[name], tuple(tensor.shape)
+        if len(sizes) != len(wanted) or any(
+            want not in (None, size) for size, want in zip(sizes, wanted, strict=True)
+        ):
+            raise ModelError(f"{source.name} is an EAGLE-3 head whose {name} has another shape.")
 
 
 def _of_another(source: ModelSource, target: LoadedModel, why: str) -> ModelError:

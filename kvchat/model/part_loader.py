@@ -9,6 +9,9 @@ from torch import nn
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import Names
 from kvchat.model.decoder.matrices import keep_precise
+from kvchat.model.files.checkpoint_files import read_json
+from kvchat.model.gguf.file import weight_header
+from kvchat.model.hf.config_limits import ParameterLimit, parameter_limit
 from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.hf.module_adapter import freeze_rope
 from kvchat.model.hf.probe import probe_meta
@@ -37,6 +40,7 @@ class Part:
                first it is called without any, for a module without weights
     weights    the format of linear layers: `int8`, `int4`, or `auto` for the files' own
     owns_head  whether its head is its own, and not the model's, which may be packed already
+    limit      how large it may be, where its config is not the model's
     """
 
     source: ModelSource
@@ -46,18 +50,25 @@ class Part:
     join: Callable[[Any, Mapping[str, Any]], None]
     weights: str = "auto"
     owns_head: bool = False
+    limit: ParameterLimit | None = None
+
+
+def files_limit(source: ModelSource) -> ParameterLimit:
+    """Return how large a module of a checkpoint in safetensors may be."""
+    headers = [weight_header(path) for path in source.weight_files]
+    return parameter_limit(headers, read_json(source.config_file) or {})
 
 
 def load_part(target: LoadedModel, part: Part) -> LoadedModel:
     """Return a module beside a loaded model, on its device and in its dtype.
 
-    Raises ModelError if tensors are missing, and what `load_model` raises for a module that is not
-    known.
+    Raises ModelError if tensors are missing or the module is too large, and what `load_model`
+    raises for a module that is not known.
     """
     source, device, names_in = part.source, target.device, part.names_in
     with LOADING:
         meta = MetaModel(part.config)
-        spec = probe_meta(meta, None)
+        spec = probe_meta(meta, part.limit)
         part.join(meta.module, {})
         attention, kept = attention_name(part.config, spec), spec.read_elsewhere
         blocks_on = device if target.weights == IN_BLOCKS else None

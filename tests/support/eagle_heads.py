@@ -156,6 +156,7 @@ def write_eagle(
         content = {
             **_SETTINGS,
             "architectures": ["LlamaForCausalLMEagle3"],
+            "pad_token_id": 0,
             "vocab_size": config.vocab_size,
             "draft_vocab_size": size,
             "eagle_config": {name: [index - 1 for index in before], "use_aux_hidden_state": True},

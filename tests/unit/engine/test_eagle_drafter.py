@@ -254,6 +254,12 @@ def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
         ({}, {"fc.weight": torch.zeros(64, 96)}, "it reads 96 numbers"),
         ({}, {"d2t": torch.arange(90) * 4}, "its vocabulary is another"),
         ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, "another tensor"),
+        ({}, {"midlayer.input_layernorm.weight": torch.ones(1)}, "input_layernorm.weight has"),
+        ({}, {"midlayer.self_attn.q_proj.weight": torch.ones(16, 128)}, "q_proj.weight has"),
+        ({}, {"midlayer.self_attn.k_proj.bias": torch.ones(3)}, "k_proj.bias has another shape"),
+        ({}, {"embed_tokens.weight": torch.ones(512, 32)}, "embed_tokens.weight has"),
+        ({}, {"lm_head.weight": torch.ones(86)}, "lm_head.weight has another shape"),
+        ({"intermediate_size": 10**8}, {}, "a larger model than its weight files hold"),
         ({"num_hidden_layers": 2}, {}, "no EAGLE-3 head of one layer"),
         (
             {"architectures": ["EagleModel"], "draft_vocab_size": None},
