@@ -1,4 +1,4 @@
-"""What libraries in C read from this process's environment, and no program that it starts."""
+"""What libraries in C read from this process's environment, and no program of the user's."""
 
 import os
 
@@ -6,7 +6,8 @@ import os
 def set_for_libraries(name: str, value: str) -> None:
     """Set a variable that only libraries of this process read, unless the user has set it.
 
-    `os.environ` stays as it is: tools and clients get their environment from there.
+    `os.environ` stays as it is: a program that is started with it as `env` sees no such variable,
+    and one that is started without `env` does.
     """
     if name not in os.environ:
         os.putenv(name, value)

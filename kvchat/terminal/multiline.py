@@ -106,7 +106,10 @@ async def edit_text(editor: str, text: str) -> str:
         path.write_text(text, encoding="utf-8", errors="replace")
         path.chmod(0o600)
         try:
-            process = await asyncio.create_subprocess_exec(*arguments, os.fspath(path))
+            # Without what is set for this process's libraries alone.
+            process = await asyncio.create_subprocess_exec(
+                *arguments, os.fspath(path), env=os.environ
+            )
         except OSError as error:
             raise UsageError(f"{arguments[0]} cannot be run: {error.strerror}.") from error
         if await process.wait() != 0:

@@ -1,6 +1,8 @@
 """Pickers, blocks of lines, files in messages, settings, the look, the shared file of history."""
 
+import asyncio
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -15,10 +17,16 @@ from kvchat.chat.conversation import Role as TurnRole
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.cli.sessions import session_lines
 from kvchat.core.errors import UsageError
+from kvchat.core.library_environment import set_for_libraries
 from kvchat.core.types import SamplingParams
 from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.history_view import tree_rows
-from kvchat.terminal.multiline import InputBlocks, is_block_open, without_block_marks
+from kvchat.terminal.multiline import (
+    InputBlocks,
+    edit_text,
+    is_block_open,
+    without_block_marks,
+)
 from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.pickers import Picker, pick_by_number
 from kvchat.terminal.theme import Glyphs, Look, Role
@@ -344,3 +352,16 @@ def test_what_a_field_has_no_room_for_stands_below_its_value() -> None:
     assert [row.plain for row in painter.wrapped(line, 36, hanging=8)] == hung
     assert [row.plain for row in painter.wrapped(line, 20, hanging=8)][1].startswith("blocks")
     assert [row.plain for row in painter.wrapped("a\n\n b", 36, hanging=8)] == ["a", "", " b"]
+
+
+# The editor
+
+
+def test_the_editor_has_the_users_environment_and_not_that_of_libraries() -> None:
+    name = "KVCHAT_TEST_OF_LIBRARIES"
+    set_for_libraries(name, "1")
+    try:
+        text = asyncio.run(edit_text(f"""sh -c 'echo "${name}|$PATH" > "$0"'""", ""))
+    finally:
+        os.unsetenv(name)
+    assert text == f"|{os.environ['PATH']}"
