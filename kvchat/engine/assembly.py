@@ -384,10 +384,8 @@ def build_speculating_engine(
         elif speculation_config.mode == Mode.AUTO:
             draft = build.head()
     except Exception as error:  # without a draft model, the target can still answer
-        _log.warning("no draft model", exc_info=error)
         of_what = "the draft model" if draft_source is not None else "its head for the next token"
-        note = f"Answers come without {of_what}: {_sentence(error)}"
-        target = replace(target, notes=(*target.notes, note))
+        target = _without_drafts(target, of_what, error)
     drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
@@ -398,10 +396,18 @@ def build_speculating_engine(
             draft.drafter.read_from(engine.cache)
         except Exception as error:  # without drafts, the target can still answer
             speculation.drop(draft.drafter, error)
+            draft, target = None, _without_drafts(target, "the draft model", error)
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
     return AssembledEngine(engine, target, ready)
+
+
+def _without_drafts(target: LoadedModel, of_what: str, error: Exception) -> LoadedModel:
+    """Return a model with a note on what it has no drafts of."""
+    _log.warning("no draft model", exc_info=error)
+    note = f"Answers come without {of_what}: {_sentence(error)}"
+    return replace(target, notes=(*target.notes, note))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ position of the newest known token, whose own KV does not exist yet.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,11 @@ from kvchat.model.decoder.decoder import Decoder, Joined
 from kvchat.model.decoder.matrices import matrix_of
 from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.files.checkpoint_files import read_json
+from kvchat.model.hf.config_limits import check_counts
+from kvchat.model.hf.model_class import on_meta
 from kvchat.model.loader import LOADING, LoadedModel
 from kvchat.model.packed.quantise import use_cpu_products
+from kvchat.model.part_loader import files_limit
 from kvchat.model.read_report import refuse_gaps
 from kvchat.model.spec import LayerSpec, ModelSpec
 
@@ -73,13 +77,15 @@ class Assistant:
         self._step: CompiledStep | None = None
         self._block_size = 0
         self._window_blocks: torch.Tensor | None = None
-        self._given: torch.Tensor | None = None
-        self._stream: torch.Tensor | None = None
+        # Of the rows of a step that come next, and of those that were computed: a step of many rows
+        # has several groups.
+        self._given = torch.empty(0)
+        self._streams: list[torch.Tensor] = []
 
     def _take(self, num_rows: int) -> torch.Tensor:
-        assert self._given is not None
-        assert len(self._given) == num_rows
-        return self._given
+        taken, self._given = self._given[:num_rows], self._given[num_rows:]
+        assert len(taken) == num_rows
+        return taken
 
     def read_from(
         self,
@@ -97,7 +103,7 @@ class Assistant:
         self._block_size, self._window_blocks = block_size, window_blocks
 
     def _note(self, stream: torch.Tensor) -> None:
-        self._stream = stream
+        self._streams.append(stream.clone())  # the next group overwrites it
 
     @torch.inference_mode()
     def guess(
@@ -114,9 +120,9 @@ class Assistant:
         batch = build_batch(pieces, self._block_size, torch.device("cpu"), self._window_blocks)
         self._given = hidden.float()
         ids = torch.tensor(list(tokens), dtype=torch.int64)
+        self._streams.clear()
         self._step.logits(replace(batch, token_ids=ids, positions=batch.positions + 1))
-        assert self._stream is not None
-        rows = self._module.model.norm(self._stream.to(self._module.dtype))
+        rows = self._module.model.norm(torch.cat(self._streams).to(self._module.dtype))
         return self._logits(rows), self._module.post_projection(rows)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -142,8 +148,11 @@ def load_assistant(target: LoadedModel, source: ModelSource) -> Assistant:
     )
 
     content = read_json(source.config_file) or {}
+    check_counts(content)
     config = AutoConfig.for_model(**content)
     with LOADING, layers_that_share():
+        with files_limit(source).guarded(), on_meta():
+            Gemma4AssistantForCausalLM(deepcopy(config))
         module, report = Gemma4AssistantForCausalLM.from_pretrained(
             None,
             config=config,
@@ -179,22 +188,25 @@ def _nothing(num_rows: int) -> torch.Tensor:
 def _layer(module: Any, index: int, target: LoadedModel, source: ModelSource) -> LayerSpec:
     """Return a layer over the KV of the model's last layer of its type that stores any."""
     attention = module.model.layers[index].self_attn
-    kinds = target.module.config.get_text_config().layer_types
+    num_heads = module.config.get_text_config().num_attention_heads
+    kinds = getattr(target.module.config.get_text_config(), "layer_types", None) or ()
     of_kind = [
         layer
-        for layer, kind in zip(target.spec.layers, kinds, strict=True)
+        for layer, kind in zip(target.spec.layers, kinds, strict=False)
         if layer.stores_kv and kind == attention.layer_type
     ]
     if not of_kind or of_kind[-1].key_dim != attention.head_dim:
         raise _of_another(source, target)
     shared = of_kind[-1]
+    if not num_heads or num_heads % shared.num_kv_heads:
+        raise _of_another(source, target)
     span = shared.span
     if span.window is not None:  # it counts the newest token, which has no KV yet
         span = replace(span, window=span.window - 1)
     return replace(
         shared,
         module_name=f"model.layers.{index}.self_attn",
-        num_heads=module.config.get_text_config().num_attention_heads,
+        num_heads=num_heads,
         span=span,
         stores_kv=False,
     )

@@ -1,5 +1,7 @@
 """Drafts by a drafter of Gemma 4 over the model's own KV: what it computes, and that texts stay."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
+from kvchat.model.assistant import Assistant
 from support.assistants import WithAssistant, write_with_assistant
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engines_with_drafts import answer, build
@@ -94,7 +97,14 @@ def test_answers_are_those_without_drafts(pair: tuple[WithAssistant, Path], tmp_
         engine.close()
 
 
-def test_requests_at_once_have_the_answers_of_each(pair: tuple[WithAssistant, Path]) -> None:
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_requests_at_once_have_the_answers_of_each(
+    pair: tuple[WithAssistant, Path], has_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of more rows than a group takes has several groups."""
+    if has_groups:
+        monkeypatch.setattr("kvchat.model.cpu.compiled_step.FEW_ROWS", 2)
+        monkeypatch.setattr("kvchat.model.cpu.compiled_step._RESULT_BYTES", 1)
     _, directory = pair
     engine = engine_of(directory)
     prompts = [tuple(words(20 + 7 * index, index)) for index in range(4)]
@@ -123,5 +133,44 @@ def test_a_drafter_of_another_model_is_refused(
     assembled = build(other, directory / "drafter")
     [note] = [note for note in assembled.ready.notes if "draft model" in note]
     assert "a drafter of another model" in note
+    assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
+    assembled.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers of more than"),
+        ({"intermediate_size": 10**9}, "a larger model than its weight files hold"),
+    ],
+)
+def test_a_drafter_larger_than_its_files_is_refused(
+    pair: tuple[WithAssistant, Path], settings: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    _, directory = pair
+    shutil.copytree(directory / "drafter", tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    content = json.loads(file.read_text())
+    content["text_config"] |= settings
+    file.write_text(json.dumps(content))
+    assembled = build(directory / "target", tmp_path / "drafter")
+    [note] = [note for note in assembled.ready.notes if "draft model" in note]
+    assert reason in note
+    assembled.engine.close()
+
+
+def test_a_drafter_that_cannot_read_the_kv_is_left_out_with_a_note(
+    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Assistant, "read_from", refuse)
+    _, directory = pair
+    assembled = build(directory / "target", directory / "drafter")
+    assert assembled.ready.draft is None
+    assert "Answers come without the draft model: RuntimeError: no such kernel." in (
+        assembled.ready.notes
+    )
     assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
     assembled.engine.close()
