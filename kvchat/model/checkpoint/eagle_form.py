@@ -33,6 +33,8 @@ def eagle_form(source: ModelSource) -> EagleForm | None:
     Raises ModelError for a head of another kind.
     """
     content = {} if source.gguf is not None else read_json(source.config_file) or {}
+    if "vision_config" in content:
+        return None  # NVIDIA has models of text and images called Eagle
     kind = f"{content.get('architectures')} {content.get('speculators_model_type')}".lower()
     layer = _object(content, "transformer_layer_config") or content
     is_small = "draft_vocab_size" in content and layer.get("num_hidden_layers") == 1

@@ -18,7 +18,8 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
-from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.eagle_form import eagle_form
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import inspect_model
 from kvchat.model.packed.quantise import pack_of, packed_table
 from support.checkpoints import save_checkpoint, tiny_model
@@ -293,3 +294,10 @@ def test_a_head_given_as_the_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match="is an EAGLE-3 head") as found:
         inspect_model(find_model(str(tmp_path)))
     assert "--draft" in found.value.hint
+
+
+@pytest.mark.parametrize("name", ["Eagle2_5_VLForConditionalGeneration", "Eagle3_VLModel"])
+def test_a_model_of_text_and_images_called_eagle_is_no_head(name: str, tmp_path: Path) -> None:
+    content = {"architectures": [name], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert eagle_form(ModelSource("eagle", tmp_path)) is None
