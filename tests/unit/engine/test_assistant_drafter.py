@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams
@@ -156,6 +157,29 @@ def test_a_drafter_larger_than_its_files_is_refused(
     assembled = build(directory / "target", tmp_path / "drafter")
     [note] = [note for note in assembled.ready.notes if "draft model" in note]
     assert reason in note
+    assembled.engine.close()
+
+
+def test_a_drafter_whose_heads_share_no_heads_of_kv_is_refused(
+    pair: tuple[WithAssistant, Path], tmp_path: Path
+) -> None:
+    """Three heads over two of KV: kernels take one each, and would compute two."""
+    _, directory = pair
+    shutil.copytree(directory / "drafter", tmp_path / "drafter")
+    file, config = (tmp_path / "drafter" / name for name in ("model.safetensors", "config.json"))
+    tensors = load_file(file)
+    for name, part in tensors.items():
+        if name.endswith("q_proj.weight"):
+            tensors[name] = part[: 3 * len(part) // 4].contiguous()
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = part[:, : 3 * part.shape[1] // 4].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    content = json.loads(config.read_text())
+    content["text_config"]["num_attention_heads"] = 3
+    config.write_text(json.dumps(content))
+    assembled = build(directory / "target", tmp_path / "drafter")
+    [note] = [note for note in assembled.ready.notes if "draft model" in note]
+    assert "a drafter of another model" in note
     assembled.engine.close()
 
 
