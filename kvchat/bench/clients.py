@@ -10,6 +10,7 @@ comes late, with the end of the answer.
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import socket
@@ -273,7 +274,7 @@ def _peer(setup: BenchSetup) -> Iterator[_Peer]:
     port = str(_free_port())
     command = [program, "-m", str(gguf), "--port", port, "-np", str(slots)]
     command += ["-c", str(context), "-t", threads, "-tb", threads, "--no-webui"]
-    with _process(command, None) as (process, said):
+    with _process(command, os.environ) as (process, said):
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(process, said, url)
         yield _Peer(url, f"{_LLAMA_SERVER}: {gguf.name}, {slots} slots")
@@ -281,7 +282,7 @@ def _peer(setup: BenchSetup) -> Iterator[_Peer]:
 
 @contextmanager
 def _process(
-    command: Sequence[str], environment: Mapping[str, str] | None
+    command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
     """Yield a running program and the file that it writes to; end it at the end."""
     with tempfile.TemporaryDirectory(prefix="kvchat-bench-") as directory:

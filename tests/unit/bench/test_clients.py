@@ -1,7 +1,9 @@
 """`bench clients`: its two kinds of load, and one run with a real server."""
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from kvchat.bench.processes import ProcessFailed
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.library_environment import set_for_libraries
 from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
@@ -71,6 +74,24 @@ def test_a_server_that_does_not_start_is_told(
 
     assert result.refusal == "a server did not start: no such thing"
     assert not result.figures
+
+
+def test_the_peer_has_the_users_environment_and_not_that_of_libraries(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "KVCHAT_TEST_OF_LIBRARIES"
+    program = tmp_path / "llama-server"
+    program.write_text(f'#!/bin/sh\necho "it has [${name}]"\nexit 1\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    source = find_model(checkpoint)
+    setup = BenchSetup(source, ModelConfig(checkpoint), SMALL, 1, True, gguf=tmp_path / "m.gguf")
+    set_for_libraries(name, "1")
+    try:
+        with pytest.raises(ProcessFailed, match=r"it has \[\]"), clients._peer(setup):
+            pass
+    finally:
+        os.unsetenv(name)
 
 
 def test_a_real_server_is_measured_beside_the_engine(checkpoint: str) -> None:
