@@ -287,10 +287,13 @@ class Speculation:
         for drafter in self._asked() if hidden else ():
             if not isinstance(drafter, HiddenReader):
                 continue
-            for scheduled, rows in hidden.items():
-                tokens = drawn.get(scheduled, ())
-                num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
-                drafter.read_hidden(scheduled.request, rows[: scheduled.num_tokens + num_right])
+            try:
+                for scheduled, rows in hidden.items():
+                    tokens = drawn.get(scheduled, ())
+                    num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
+                    drafter.read_hidden(scheduled.request, rows[: scheduled.num_tokens + num_right])
+            except Exception as error:
+                self.drop(drafter, error)
 
     def _note_speed(
         self,

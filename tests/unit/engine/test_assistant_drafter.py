@@ -198,3 +198,17 @@ def test_a_drafter_that_cannot_read_the_kv_is_left_out_with_a_note(
     )
     assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
     assembled.engine.close()
+
+
+def test_a_drafter_that_cannot_take_hidden_states_is_asked_no_more(
+    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(AssistantDrafter, "read_hidden", fail)
+    engine = engine_of(pair[1])
+    engine.speculation.switch(Mode.DRAFT)
+    assert len(answer(engine, words(20, seed=1), 5)[0]) == 5
+    assert [*engine.speculation.failures] == ["draft"]
+    engine.close()
