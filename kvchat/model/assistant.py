@@ -70,8 +70,7 @@ class Assistant:
     """
 
     def __init__(self, module: Any, decoder: Decoder, vocab_size: int) -> None:
-        assert decoder.joined is not None
-        joined = replace(decoder.joined, take=self._take)
+        joined = Joined(None, matrix_of(module.pre_projection), self._take)
         self._module, self._decoder = module, replace(decoder, joined=joined)
         self.vocab_size = vocab_size
         self._step: CompiledStep | None = None
@@ -176,13 +175,8 @@ def load_assistant(target: LoadedModel, source: ModelSource) -> Assistant:
     decoder = read_decoder(module, spec)
     if isinstance(decoder, str):
         raise ModelError(f"No compiled step drafts with {source.name}: it {decoder}.")
-    joined = Joined(None, matrix_of(module.pre_projection), _nothing)
     embedding = target.module.get_input_embeddings()
-    return Assistant(module, replace(decoder, embedding=embedding, joined=joined), text.vocab_size)
-
-
-def _nothing(num_rows: int) -> torch.Tensor:
-    raise NotImplementedError
+    return Assistant(module, replace(decoder, embedding=embedding), text.vocab_size)
 
 
 def _layer(module: Any, index: int, target: LoadedModel, source: ModelSource) -> LayerSpec:

@@ -2,7 +2,7 @@
 
 
 class Clock:
-    """Seconds, for whoever calls it."""
+    """A call returns the time in seconds."""
 
     def __init__(self, now_s: float = 1e9) -> None:
         self.now_s = now_s

@@ -41,3 +41,20 @@ def answer(
             if isinstance(event, TokensGenerated):
                 ids.setdefault(event.sample, []).extend(event.token_ids)
     return [ids[sample] for sample in sorted(ids)]
+
+
+def answers_at_once(
+    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
+    """Return the greedy answer to each prompt; all are requests at the same time."""
+    greedy = SamplingParams(temperature=0.0)
+    requests = [
+        engine.submit(RequestSpec(tuple(prompt), greedy, max_tokens=num_tokens))
+        for prompt in prompts
+    ]
+    ids: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.request_id, []).extend(event.token_ids)
+    return [ids[request] for request in requests]

@@ -8,16 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvchat.core.events import TokensGenerated
-from kvchat.core.types import SamplingParams
 from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
-from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.assistant import Assistant
 from support.assistants import WithAssistant, write_with_assistant
 from support.checkpoints import save_checkpoint, tiny_model
-from support.engines_with_drafts import answer, build
+from support.engines_with_drafts import answer, answers_at_once, build
 from support.fixed_drafts import FixedDraftPolicy
 from support.stateful_models import words
 
@@ -112,16 +109,7 @@ def test_requests_at_once_have_the_answers_of_each(
     engine.speculation.switch(Mode.OFF)
     plain = [answer(engine, prompt, 16)[0] for prompt in prompts]
     engine.speculation.switch(Mode.DRAFT)
-    ids: dict[int, list[int]] = {}
-    requests = [
-        engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=16))
-        for prompt in prompts
-    ]
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.request_id, []).extend(event.token_ids)
-    assert [ids[request] for request in requests] == plain
+    assert answers_at_once(engine, prompts, 16) == plain
     assert not engine.speculation.failures
     engine.close()
 

@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from kvchat.core.errors import ModelUnsupported
-from kvchat.core.events import TokensGenerated
-from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
-from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.eagle_form import eagle_form
 from kvchat.model.checkpoint.source import ModelSource, find_model
@@ -24,7 +21,7 @@ from kvchat.model.loader import inspect_model
 from kvchat.model.packed.quantise import pack_of, packed_table
 from support.checkpoints import save_checkpoint, tiny_model
 from support.eagle_heads import write_eagle
-from support.engines_with_drafts import answer, build
+from support.engines_with_drafts import answer, answers_at_once, build
 from support.fixed_drafts import FixedDraftPolicy
 from support.gguf_files import write_gguf
 from support.stateful_models import STATEFUL, words
@@ -156,16 +153,7 @@ def test_requests_at_once_have_the_answers_of_each(tmp_path: Path) -> None:
     engine.speculation.switch(Mode.OFF)
     plain = [answer(engine, prompt, 20)[0] for prompt in prompts]
     engine.speculation.switch(Mode.DRAFT)
-    ids: dict[int, list[int]] = {}
-    requests = [
-        engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=20))
-        for prompt in prompts
-    ]
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.request_id, []).extend(event.token_ids)
-    assert [ids[request] for request in requests] == plain
+    assert answers_at_once(engine, prompts, 20) == plain
     assert engine.speculation.status().total.num_verified > 20
     engine.close()
 

@@ -210,8 +210,8 @@ def test_stopping_ends_the_part_that_can_be_stopped_and_says_what_that_leaves() 
 
 
 def test_leaving_cancels_what_waits_and_not_what_leaves() -> None:
-    """A command that leaving had cancelled made the dialogue begin a task that nobody waited for:
-    "Task was destroyed but it is pending" at the end of the loop.
+    """Leaving cancels a running command. The dialogue then began a task, and no code awaited it:
+    asyncio wrote "Task was destroyed but it is pending" at the end of the loop.
     """
 
     async def scene() -> Context:
