@@ -244,8 +244,10 @@ def read_chat_model(
     """
     from kvchat.chat.template_process import TemplateProcess
     from kvchat.chat.tokenizer import ChatTokenizer
+    from kvchat.model.checkpoint.drafters import refuse_drafter
     from kvchat.model.checkpoint.text_files import read_text_files
 
+    refuse_drafter(source)  # heads have no tokenizer
     files = read_text_files(source)
     template = files.chat_template
     process = TemplateProcess(template, limit_s, child) if template is not None else None

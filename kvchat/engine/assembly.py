@@ -51,7 +51,8 @@ from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
-from kvchat.model.assistant import is_assistant, load_assistant
+from kvchat.model.assistant import load_assistant
+from kvchat.model.checkpoint.drafters import is_assistant
 from kvchat.model.checkpoint.eagle_form import EagleForm, eagle_form
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource

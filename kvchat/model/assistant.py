@@ -34,12 +34,6 @@ from kvchat.model.read_report import refuse_gaps
 from kvchat.model.spec import LayerSpec, ModelSpec
 
 
-def is_assistant(source: ModelSource) -> bool:
-    """Whether a checkpoint is a drafter of Gemma 4."""
-    content = {} if source.gguf is not None else read_json(source.config_file) or {}
-    return content.get("model_type") == "gemma4_assistant"
-
-
 @contextmanager
 def layers_that_share() -> Iterator[None]:
     """Let transformers build a model of Gemma 4 all of whose layers share KV, as a drafter's do.

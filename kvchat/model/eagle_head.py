@@ -201,7 +201,7 @@ def _name_here(name: str) -> str:
 
 def _config(form: EagleForm, target: LoadedModel) -> Any:
     """Return the configuration of the layer as of a Llama of one; its tables have one row."""
-    others = ("architectures", "model_type", "quantization_config", "auto_map")
+    others = ("architectures", "model_type", "quantization_config", "auto_map", "layer_types")
     settings = {name: value for name, value in form.layer.items() if name not in others}
     if settings.get("rope_theta", 0) is None:
         rope = target.module.config.get_text_config().rope_parameters

@@ -24,7 +24,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.core.types import NO_MEMORY, Memory
-from kvchat.model.checkpoint.eagle_form import eagle_form
+from kvchat.model.checkpoint.drafters import refuse_drafter
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
@@ -139,11 +139,7 @@ def read_config(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     content = _config_content(source)
-    if eagle_form(source) is not None:
-        raise ModelUnsupported(
-            f"{source.name} is an EAGLE-3 head: it drafts for the model that it was trained with.",
-            "Give that with --model, and the head with --draft.",
-        )
+    refuse_drafter(source)
     check_counts(content)
     packing_of(content, source.name)
     if "configuration_files" in content:

@@ -43,14 +43,9 @@ def eagle_form(source: ModelSource) -> EagleForm | None:
             raise ModelError(f"{source.name} is a head of EAGLE 1 or 2; EAGLE-3 heads can draft.")
         return None
     own = _object(content, "eagle_config")
-    is_other = (
-        layer.get("num_hidden_layers", 1) != 1
-        or layer.get("model_type", "llama") != "llama"
-        or own.get("use_aux_hidden_state") is False
-        or content.get("norm_output")
-    )
-    if is_other:
-        raise ModelError(f"{source.name} is no EAGLE-3 head of one layer like Llama's.")
+    # Type and number of layers are often those of the model it was trained with: tensors decide.
+    if own.get("use_aux_hidden_state") is False or content.get("norm_output"):
+        raise ModelError(f"{source.name} is no EAGLE-3 head over the streams of three layers.")
     key, shift = "eagle_aux_hidden_state_layer_ids", 0
     ids = content.get(key) or own.get(key) or ()
     if not isinstance(ids, Sequence) or not all(isinstance(index, int) for index in ids):

@@ -2,16 +2,21 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvchat.chat.chat_model import read_chat_model
+from kvchat.core.errors import ModelUnsupported
 from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.speculation import Mode
 from kvchat.model.assistant import Assistant
+from kvchat.model.checkpoint.source import ModelSource, find_model
+from kvchat.model.loader import inspect_model
 from support.assistants import WithAssistant, write_with_assistant
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engines_with_drafts import answer, answers_at_once, build
@@ -112,6 +117,15 @@ def test_requests_at_once_have_the_answers_of_each(
     assert answers_at_once(engine, prompts, 16) == plain
     assert not engine.speculation.failures
     engine.close()
+
+
+@pytest.mark.parametrize("read", [inspect_model, read_chat_model])
+def test_a_drafter_given_as_the_model_is_named(
+    pair: tuple[WithAssistant, Path], read: Callable[[ModelSource], object]
+) -> None:
+    directory = pair[1] / "drafter"
+    with pytest.raises(ModelUnsupported, match=f"drafter of Gemma 4.*--draft {directory}"):
+        read(find_model(str(directory)))
 
 
 def test_a_drafter_of_another_model_is_refused(

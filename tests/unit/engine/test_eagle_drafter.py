@@ -5,12 +5,14 @@ Random heads guess almost nothing right, so tests compare logits with those of a
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from kvchat.chat.chat_model import read_chat_model
 from kvchat.core.errors import ModelUnsupported
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
@@ -249,7 +251,7 @@ def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
         ({}, {"embed_tokens.weight": torch.ones(512, 32)}, "embed_tokens.weight has"),
         ({}, {"lm_head.weight": torch.ones(86)}, "lm_head.weight has another shape"),
         ({"intermediate_size": 10**8}, {}, "a larger model than its weight files hold"),
-        ({"num_hidden_layers": 2}, {}, "no EAGLE-3 head of one layer"),
+        ({}, {"layers.1.mlp.up_proj.weight": torch.ones(96, 64)}, "another tensor, layers.1.mlp"),
         (
             {"architectures": ["EagleModel"], "draft_vocab_size": None},
             {},
@@ -257,7 +259,7 @@ def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
         ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, {}, "layer 10"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["x"]}}, {}, "no numbers of layers"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no EAGLE-3 head of one layer"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no EAGLE-3 head over"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_and_the_model_answers(
@@ -277,11 +279,33 @@ def test_a_head_that_does_not_fit_is_refused_and_the_model_answers(
     assembled.engine.close()
 
 
-def test_a_head_given_as_the_model_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"model_type": "phi3"}, {"num_hidden_layers": 36, "layer_types": ["full_attention"] * 36}],
+)
+def test_a_head_may_name_the_type_and_the_layers_of_its_model(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    """Its one layer is Llama's all the same."""
+    model = tiny_model("llama")
+    directory = save_checkpoint(tmp_path / "target", model)
+    write_eagle(tmp_path / "head", model)
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    assembled = build(directory, tmp_path / "head")
+    assert not assembled.ready.notes
+    assert drafter_of(assembled.engine)._model.compiled is not None
+    assembled.engine.close()
+
+
+@pytest.mark.parametrize("read", [inspect_model, read_chat_model])
+def test_a_head_given_as_the_model_is_named(
+    read: Callable[[ModelSource], object], tmp_path: Path
+) -> None:
+    """It has no tokenizer, which would be missed first."""
     write_eagle(tmp_path, tiny_model("llama"))
-    with pytest.raises(ModelUnsupported, match="is an EAGLE-3 head") as found:
-        inspect_model(find_model(str(tmp_path)))
-    assert "--draft" in found.value.hint
+    with pytest.raises(ModelUnsupported, match=f"EAGLE-3 head.*--draft {tmp_path}"):
+        read(find_model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["Eagle2_5_VLForConditionalGeneration", "Eagle3_VLModel"])
