@@ -303,10 +303,13 @@ def _attached_host(
 
 def _draft(settings: Settings, source: "ModelSource") -> "ModelSource | None":
     """Return the draft model of a model, None for none; raises ModelError if it is not found."""
+    from kvchat.model.checkpoint.drafters import own_drafter
     from kvchat.model.checkpoint.source import find_model
 
     name = settings.draft_name(source.name)
-    return find_model(name) if name is not None else None
+    if name is not None:
+        return find_model(name)
+    return own_drafter(source) if settings["spec"] and settings["draft"] is None else None
 
 
 def has_endpoint(settings: Settings) -> bool:

@@ -162,9 +162,12 @@ def _path(spec: Any) -> str:
 
 
 def _head_facts(source: ModelSource, config: Any) -> dict[str, str]:
+    from kvchat.model.checkpoint.drafters import own_drafter
     from kvchat.model.checkpoint.tensors import stored_names
     from kvchat.model.next_head import find_layout
 
+    if (drafter := own_drafter(source)) is not None:
+        return {"drafts": f"{drafter.name}, by --spec"}
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     has_head = find_layout(stored_names(source), num_layers) is not None
     return {"drafts": "its own head for the next token, by --spec"} if has_head else {}

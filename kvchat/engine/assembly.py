@@ -400,7 +400,7 @@ def build_speculating_engine(
             draft, target = None, _without_drafts(target, "the draft model", error)
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
-        ready = replace(ready, draft=draft_source.name)
+        ready = replace(ready, draft=draft_source.name, notes=(*ready.notes, *draft_source.notes))
     return AssembledEngine(engine, target, ready)
 
 

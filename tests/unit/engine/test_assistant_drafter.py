@@ -15,6 +15,7 @@ from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.speculation import Mode
 from kvchat.model.assistant import Assistant
+from kvchat.model.checkpoint.drafters import own_drafter
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import inspect_model
 from support.assistants import WithAssistant, write_with_assistant
@@ -117,6 +118,24 @@ def test_requests_at_once_have_the_answers_of_each(
     assert answers_at_once(engine, prompts, 16) == plain
     assert not engine.speculation.failures
     engine.close()
+
+
+def test_a_drafter_that_was_found_is_named_and_may_fail(
+    pair: tuple[WithAssistant, Path], tmp_path: Path
+) -> None:
+    """The one without weights leaves the model without drafts, with a sentence."""
+    target = tmp_path / "target"
+    shutil.copytree(pair[1] / "target", target)
+    shutil.copytree(pair[1] / "drafter", target / "assistant")
+    for note in (f"{target}/assistant drafts", "Answers come without the draft model"):
+        drafter = own_drafter(find_model(str(target)))
+        assert drafter is not None
+        assembled = build(target, drafter)
+        [found] = assembled.ready.notes
+        assert found.startswith(note)
+        assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
+        assembled.engine.close()
+        (target / "assistant" / "model.safetensors").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("read", [inspect_model, read_chat_model])
