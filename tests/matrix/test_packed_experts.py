@@ -39,15 +39,38 @@ def load(directory: Path, dtype: str) -> LoadedModel:
     return load_model(find_model(str(directory)), config, None, lambda _: None)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def experts_of(loaded: LoadedModel) -> Any:
+    layer = loaded.module.model.layers[-1]
+    return (layer.mlp if hasattr(layer, "mlp") else layer.feed_forward).experts
+
+
+# Types whose experts have different names in files, and how they say their number and width.
+TYPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 256},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 256},
+    "phimoe": {"num_local_experts": 4, "intermediate_size": 256},
+    "lfm2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 256,
+        "num_dense_layers": 0,
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [*(("qwen3_moe", name) for name in FORMATS), *((kind, "gptq") for kind in [*TYPES][1:])],
+)
 def test_experts_with_a_tensor_each_stay_in_blocks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They became 16 bits, for transformers merges those of a layer."""
     monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: False)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    sizes = {"hidden_size": 128, **heads, "num_hidden_layers": 1, "num_experts": 4}
-    model = tiny_model("qwen3_moe", **sizes, moe_intermediate_size=256, num_experts_per_tok=2)
+    sizes = {"hidden_size": 128, **heads, "num_hidden_layers": 1, "num_experts_per_tok": 2}
+    model = tiny_model(model_type, **{**sizes, **TYPES[model_type]})
     plain = save_checkpoint(tmp_path / "plain", model)
     packed = Path(shutil.copytree(plain, tmp_path / "packed"))
     packer, settings, bits = FORMATS[name]
@@ -55,8 +78,7 @@ def test_experts_with_a_tensor_each_stay_in_blocks(
 
     ours, theirs = load(packed, "auto"), load(plain, "float32")
 
-    packs = expert_packs_of(ours.module.model.layers[0].mlp.experts)
-    twin = theirs.module.model.layers[0].mlp.experts
+    packs, twin = expert_packs_of(experts_of(ours)), experts_of(theirs)
     assert isinstance(packs, ExpertPacks)
     gate, up = (dequantised(product.weights).view(4, 256, 128) for product in packs.gate_up)
     assert torch.allclose(torch.cat((gate, up), dim=1), twin.gate_up_proj.float(), rtol=1e-6)

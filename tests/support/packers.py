@@ -302,7 +302,7 @@ def pack_checkpoint(plain: Path, packed: Path, packer: Packer, settings: dict[st
     parts: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight"):
+        if not stem.endswith(("_proj", ".w1", ".w2", ".w3")):
             parts[name] = tensor
             continue
         made = packer(draw, *tensor.shape)

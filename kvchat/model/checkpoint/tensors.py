@@ -4,7 +4,7 @@ Plain tensors are memory-mapped. Packed ones are unpacked when transformers take
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,10 @@ from kvchat_kernels.linear.blocks import BlockWeights, joined
 # Returns the names in the files of a part's tensors, by those in the part; given those of all.
 Names = Callable[[Iterable[str]], Mapping[str, str]]
 # In the name of a tensor of one expert alone.
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.")
-# The parts of experts that have tensors of their own: those of a layer are merged in this order.
-_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+# The parts of experts that have tensors of their own, by their names and by Mixtral's: those of a
+# layer are merged in this order.
+_EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 # A row that is looked up in blocks costs 0.15 ms more: a small model's step should not pay that.
 _LARGE_TABLE_BYTES = 64 << 20
 
@@ -258,22 +259,34 @@ def _experts_in_blocks(
     takes_floats = _takes_floats(tensors)
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for gate_up, down in expert_tensors(meta.module, blocks_on):
-        owner = gate_up.rpartition(".")[0]
         count, num_out, num_in = meta.module.get_parameter(down).shape
-        matrices = []
-        for part in _EXPERT_PARTS:
-            names = [f"{owner}.{number}.{part}.weight" for number in range(count)]
-            matrices.append(_joined_blocks([tensors.get(name) for name in names], takes_floats))
+        names = _expert_names(tensors, gate_up.rpartition(".")[0], count)
+        matrices = [
+            _joined_blocks([tensors.get(name) for name in part], takes_floats) for part in names
+        ]
         shapes = ((num_in, num_out), (num_in, num_out), (num_out, num_in))
         wanted = [(count * rows, columns) for rows, columns in shapes]
         if [each and (each.num_out, each.num_in) for each in matrices] != wanted:
             continue
         gate, up, last = (each for each in matrices if each is not None)
         found |= {gate_up: (gate, up), down: (last,)}
-        for part in _EXPERT_PARTS:
-            for number in range(count):
-                del tensors[f"{owner}.{number}.{part}.weight"]
+        for part in names:
+            for name in part:
+                del tensors[name]
     return found
+
+
+def _expert_names(tensors: Container[str], owner: str, count: int) -> list[list[str]]:
+    """Return the names of the tensors of a layer's experts, for each part; empty for other forms.
+
+    `owner` has them in the module; in files it may have Mixtral's name.
+    """
+    for place in (owner, owner.replace(".mlp.", ".block_sparse_moe.")):
+        for parts in _EXPERT_PARTS:
+            names = [[f"{place}.{index}.{part}.weight" for index in range(count)] for part in parts]
+            if names[0][0] in tensors:
+                return names
+    return []
 
 
 def _joined_blocks(
@@ -310,8 +323,8 @@ def stored_names(source: ModelSource) -> list[str]:
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
     """Return whether most packed weights of a safetensors checkpoint are not unpacked.
 
-    Those are experts with a tensor each on a GPU or with names of their own; floats of 8 bits too,
-    where torch multiplies faster in 16.
+    Unpacked are experts with a tensor each on a GPU; floats of 8 bits too, where torch multiplies
+    faster in 16.
     """
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
@@ -323,7 +336,7 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
         part.num_bytes
         for name, part in packed.items()
         if part.may_fit_blocks(for_cpu) and (takes_floats or not part.are_bytes)
-        if (found := _ONE_EXPERT.search(name)) is None or (for_cpu and found[1] in _EXPERT_PARTS)
+        if for_cpu or not _ONE_EXPERT.search(name)
     ]
     return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 
