@@ -5,6 +5,7 @@ Copy-on-write and the host and disk tiers use it.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -21,20 +22,25 @@ class PoolTensors:
     """Contiguous tensors of `num_blocks` rows each, on one device, in the order of the image.
 
     Row i of every tensor is a part of block i. The image of a block is its rows, one tensor after
-    another, without gaps. Keeps references to the tensors, so that the addresses stay valid.
+    another, without gaps. With `starts` they are a part of it: rows begin at these bytes of an
+    image of `image_bytes`. Keeps references to the tensors, so that the addresses stay valid.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        starts: Sequence[int] | None = None,
+        image_bytes: int | None = None,
+    ) -> None:
         assert tensors
         assert all(tensor.is_contiguous() for tensor in tensors)
         assert len({(tensor.shape[0], tensor.device) for tensor in tensors}) == 1
         self.num_blocks = tensors[0].shape[0]
         self.device = tensors[0].device
         self._rows = tuple(tensor.view(self.num_blocks, -1).view(torch.uint8) for tensor in tensors)
-
-    @property
-    def image_bytes(self) -> int:
-        return sum(rows.shape[1] for rows in self._rows)
+        ends = list(accumulate((rows.shape[1] for rows in self._rows), initial=0))
+        self._starts = ends[:-1] if starts is None else list(starts)
+        self.image_bytes: int = ends[-1] if image_bytes is None else image_bytes
 
     @property
     def num_tensors(self) -> int:
@@ -47,10 +53,8 @@ class PoolTensors:
 
     def columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield (tensor as [num_blocks, row_bytes] uint8, its start and its end in the image)."""
-        start = 0
-        for rows in self._rows:
+        for rows, start in zip(self._rows, self._starts, strict=True):
             yield rows, start, start + rows.shape[1]
-            start += rows.shape[1]
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -60,9 +64,9 @@ class PoolTensors:
 
     @cached_property
     def alignment(self) -> int:
-        """The largest power of two up to 16 that divides every address and every row's bytes."""
+        """The largest power of two up to 16 that divides every address and number of bytes."""
         numbers = [number for rows in self._rows for number in (rows.data_ptr(), rows.shape[1])]
-        return gcd(16, *numbers)
+        return gcd(16, self.image_bytes, *self._starts, *numbers)
 
 
 def copy_blocks_reference(pools: PoolTensors, sources: BlockIds, targets: BlockIds) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_Numbers = np.ndarray[Any, np.dtype[Any]]
 # The dtypes in which numbers are sent to a device.
 _NUMPY: Mapping[torch.dtype, Any] = {
     torch.int32: np.int32,
@@ -103,7 +104,9 @@ def row_stride(rows: torch.Tensor) -> int:
     return rows.view(-1, rows.shape[-1]).stride(0)
 
 
-def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def on_device(
+    numbers: Sequence[Any] | _Numbers, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return numbers, or rows of numbers, as a new tensor on `device`; does not wait for it.
 
     dtype   int32, int64 or float32
@@ -118,6 +121,8 @@ def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
         return torch.from_numpy(np.array(numbers, dtype=_NUMPY[dtype]))
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
+    if isinstance(numbers, np.ndarray):
+        numbers = numbers.tolist()  # torch pins no tensor of an array
     # torch's pinned-memory allocator does not reuse the memory before the copy has finished.
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 

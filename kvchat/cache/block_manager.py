@@ -414,18 +414,19 @@ class CacheManager:
         It may be fewer than given, if there is no room. It is 0 if the blocks before `first` are
         no longer cached: KV without its prefix is useless.
         """
-        image_bytes = self.kv_pool.geometry.block_bytes
-        is_there = isinstance(image, torch.Tensor)
-        num_images = len(image) if is_there else len(image) // image_bytes
-        num_blocks = min(num_images, self.num_available)
+        images, fill = self._images_of(image)
+        own = images[: self.num_available]
+        is_entered = self._enter(token_ids, first, len(own), lambda blocks: fill(blocks, own))
+        return len(own) if is_entered else 0
 
-        def fill(blocks: list[int]) -> None:
-            if isinstance(image, torch.Tensor):
-                self.kv_pool.unstage(blocks, image[:num_blocks])
-            else:
-                self.kv_pool.scatter(blocks, image[: num_blocks * image_bytes])
-
-        return num_blocks if self._enter(token_ids, first, num_blocks, fill) else 0
+    def _images_of(
+        self, image: bytearray | memoryview | torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[list[int], torch.Tensor], None]]:
+        """Return images as [num_images, block_bytes] uint8, and what fills blocks with such."""
+        fill = self.kv_pool.unstage if isinstance(image, torch.Tensor) else self.kv_pool.upload
+        if not isinstance(image, torch.Tensor):
+            image = torch.frombuffer(image, dtype=torch.uint8)
+        return image.view(-1, self.kv_pool.geometry.block_bytes), fill
 
     def _enter(
         self,

@@ -218,6 +218,13 @@ class KvGeometry:
         return sum(self.format.block_bytes(layer, self) for layer in self.layers)
 
 
+def image_copies(geometry: KvGeometry, device: torch.device) -> ImageCopies | None:
+    """Return the copies of images to and from a CUDA device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return ImageCopies(CudaCopyStream(device), CudaCopyStream(device), geometry.block_bytes)
+
+
 class KvPool:
     """Device memory for `num_blocks` blocks, zeroed at first so that an unwritten slot has no NaN.
 
@@ -241,10 +248,7 @@ class KvPool:
         )
         self._tensors = PoolTensors([tensor for layer in self.layers for tensor in layer.tensors])
         assert self._tensors.image_bytes == geometry.block_bytes
-        if copies is None and device.type == "cuda":
-            streams = CudaCopyStream(device), CudaCopyStream(device)
-            copies = ImageCopies(*streams, geometry.block_bytes)
-        self._copies = copies
+        self._copies = copies or image_copies(geometry, device)
 
     def warm_up(self) -> None:
         """Run every kind of block copy once, of a block onto itself.
@@ -367,14 +371,17 @@ class KvPool:
         assert len(image) == len(blocks) * self.geometry.block_bytes
         if not blocks:
             return
-        rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
+        self.upload(blocks, torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1))
+
+    def upload(self, blocks: list[int], images: torch.Tensor) -> None:
+        """Fill `blocks` with images [len(blocks), block_bytes] in host memory, as `scatter`."""
         if self._copies is None:
-            self.unstage(blocks, rows)
+            self.unstage(blocks, images)
             return
         size = self._copies.slot_blocks
         for start in range(0, len(blocks), size):
-            images = self._copies.upwards.up(rows[start : start + size])
-            self.unstage(blocks[start : start + size], images)
+            there = self._copies.upwards.up(images[start : start + size])
+            self.unstage(blocks[start : start + size], there)
 
     def stage(self, blocks: list[int], staging: torch.Tensor | None = None) -> torch.Tensor:
         """Return the images of `blocks` on the device: [len(blocks), block_bytes] uint8, in
@@ -392,9 +399,12 @@ class KvPool:
     def unstage(self, blocks: list[int], staging: torch.Tensor) -> None:
         """Fill `blocks` with images on the device that `stage` made."""
         assert staging.shape == (len(blocks), self.geometry.block_bytes)
-        scatter_blocks(self._tensors, blocks, staging)
+        self._scatter(blocks, staging)
         if staging.is_cuda:  # or the stream that allocated it could reuse its memory too early
             staging.record_stream(torch.cuda.current_stream(staging.device))
+
+    def _scatter(self, blocks: list[int], staging: torch.Tensor) -> None:
+        scatter_blocks(self._tensors, blocks, staging)
 
 
 def _kv_error(known: torch.Tensor, token: torch.Tensor, slot: int) -> torch.Tensor:

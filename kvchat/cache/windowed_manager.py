@@ -213,9 +213,7 @@ class WindowedCacheManager(CacheManager):
         Only the last of them get window blocks, as many as a sequence that goes on after them
         looks at; none gets one whose image has nothing for it.
         """
-        if not isinstance(image, torch.Tensor):
-            image = torch.frombuffer(image, dtype=torch.uint8)
-        images = image.view(-1, self.kv_pool.geometry.block_bytes)
+        images, fill = self._images_of(image)
         num_blocks = min(len(images), self.num_available)
         images = images[:num_blocks]
         num_windows = self._num_with_windows(images)
@@ -227,7 +225,7 @@ class WindowedCacheManager(CacheManager):
         try:
             if self._make_room_without(num_blocks) and self._blocks.make_room(num_windows):
                 self._extend(table, num_blocks, num_windows)
-                self.kv_pool.unstage(table.blocks[first:], images)
+                fill(table.blocks[first:], images)
                 num_written = end
         finally:
             super().release(table, token_ids[: max(first, num_written) * self.block_size])

@@ -4,17 +4,20 @@ An image of a block has all layers, as of every pool. Where the block has no win
 that no KV has stand for the layers with a window: `has_windows` tells such images from others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvchat.cache.kv_pool import KvGeometry, KvPool
+from kvchat.cache.block_pool import SCRATCH_BLOCK
+from kvchat.cache.device_copies import ImageCopies
+from kvchat.cache.kv_pool import KvGeometry, KvPool, image_copies
 from kvchat.cache.window_blocks import WindowBlocks
-from kvchat_kernels.kv_layer import KvLayer
+from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 
 # All bits are set, in numbers and scales: a NaN in every floating dtype.
 _ABSENT = 0xFF
@@ -34,62 +37,79 @@ class Windows:
         return -(-self.num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A tensor as rows of bytes, and its place in an image."""
-
-    rows: torch.Tensor
-    start: int
-    end: int
-    has_window: bool
-
-
 class WindowedKvPool(KvPool):
     """`num_blocks` blocks in the layers without a window, `num_window_blocks` in the others.
 
-    `blocks` says which block has which window block. For host memory only.
+    `blocks` says which block has which window block.
     """
 
     def __init__(
-        self, geometry: KvGeometry, windows: Windows, num_blocks: int, num_window_blocks: int
+        self,
+        geometry: KvGeometry,
+        windows: Windows,
+        num_blocks: int,
+        num_window_blocks: int,
+        device: torch.device,
+        copies: ImageCopies | None = None,
     ) -> None:
         self.geometry = geometry
         self.windows = windows
         self.num_blocks = num_blocks
-        self.device = torch.device("cpu")
+        self.device = device
         self.blocks = WindowBlocks(num_blocks, num_window_blocks)
         self.layers = tuple(
             geometry.format.new_layer(
                 layer,
                 geometry,
                 num_window_blocks if index in windows.layers else num_blocks,
-                self.device,
+                device,
             )
             for index, layer in enumerate(geometry.layers)
         )
-        self._columns = _columns(self.layers, windows)
-        assert self._columns[-1].end == geometry.block_bytes
-        self._copies = None
+        others = frozenset(range(len(self.layers))) - windows.layers
+        self._windowed = self._tensors_of(windows.layers)
+        self._whole = self._tensors_of(others) if others else None
+        self._copies = copies or image_copies(geometry, device)
+
+    def _tensors_of(self, layers: frozenset[int]) -> PoolTensors:
+        tensors, starts, start = [], [], 0
+        for index, layer in enumerate(self.layers):
+            for tensor in layer.tensors:
+                if index in layers:
+                    tensors.append(tensor)
+                    starts.append(start)
+                start += tensor[0].nbytes
+        assert start == self.geometry.block_bytes
+        return PoolTensors(tensors, starts, start)
 
     @property
     def window_block_bytes(self) -> int:
         """Bytes of a window block."""
-        return sum(column.end - column.start for column in self._columns if column.has_window)
+        return sum(self._layer_bytes(index) for index in self.windows.layers)
+
+    def _layer_bytes(self, index: int) -> int:
+        return self.geometry.format.block_bytes(self.geometry.layers[index], self.geometry)
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        image = torch.empty(1, self.geometry.block_bytes, dtype=torch.uint8, device=self.device)
+        copy_blocks(self._windowed, [SCRATCH_BLOCK], [SCRATCH_BLOCK])
+        gather_blocks(self._windowed, [SCRATCH_BLOCK], image)
+        scatter_blocks(self._windowed, [SCRATCH_BLOCK], image)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer in which both have it."""
-        numbers = self.blocks.of_block
-        for column in self._columns:
-            if not column.has_window:
-                column.rows[target] = column.rows[source]
-            elif numbers[source] and numbers[target]:
-                column.rows[numbers[target]] = column.rows[numbers[source]]
+        if self._whole is not None:
+            copy_blocks(self._whole, [source], [target])
+        numbers = self.blocks.of_block[[source, target]].tolist()
+        if all(numbers):
+            copy_blocks(self._windowed, numbers[:1], numbers[1:])
 
     def _in_layer(self, places: torch.Tensor, index: int) -> torch.Tensor:
         if index not in self.windows.layers:
             return places
         size = self.geometry.block_size
-        numbers = self.blocks.of_block[places // size].long()
+        numbers = self.blocks.of_block.to(places.device)[places // size].long()
         return (numbers * size + places % size)[:, numbers.bool().all(dim=0)]
 
     def zero(self, block: int, first_slot: int) -> None:
@@ -117,66 +137,45 @@ class WindowedKvPool(KvPool):
         return self.geometry.format.read(self._staged(blocks, absent=0), self.geometry)
 
     def stage(self, blocks: list[int], staging: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the images of `blocks`, [len(blocks), block_bytes] uint8, in `staging` if any."""
+        """Return the images of `blocks` as KvPool does."""
         return self._staged(blocks, staging, _ABSENT)
 
     def _staged(
         self, blocks: list[int], staging: torch.Tensor | None = None, absent: int = _ABSENT
     ) -> torch.Tensor:
         if staging is None:
-            staging = torch.empty(len(blocks), self.geometry.block_bytes, dtype=torch.uint8)
-        own, there, numbers = self._rows_of(blocks)
-        for column in self._columns:
-            part = staging[:, column.start : column.end]
-            if not column.has_window:
-                part[:] = column.rows[own]
-            elif len(there) == len(blocks):
-                part[:] = column.rows[numbers]
+            shape = len(blocks), self.geometry.block_bytes
+            staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        for rows, numbers in self._runs(blocks):
+            if numbers:
+                gather_blocks(self._windowed, numbers, staging[rows])
             else:
-                part.fill_(absent)
-                part[there] = column.rows[numbers]
+                staging[rows].fill_(absent)
+        if self._whole is not None:
+            gather_blocks(self._whole, blocks, staging)
         return staging
 
-    def unstage(self, blocks: list[int], staging: torch.Tensor) -> None:
+    def _scatter(self, blocks: list[int], staging: torch.Tensor) -> None:
         """Fill `blocks` with images; a block without a window block leaves out those layers."""
-        assert staging.shape == (len(blocks), self.geometry.block_bytes)
-        own, there, numbers = self._rows_of(blocks)
-        for column in self._columns:
-            part = staging[:, column.start : column.end]
-            if column.has_window:
-                column.rows[numbers] = part[there]
-            else:
-                column.rows[own] = part
+        for rows, numbers in self._runs(blocks):
+            if numbers:
+                scatter_blocks(self._windowed, numbers, staging[rows])
+        if self._whole is not None:
+            scatter_blocks(self._whole, blocks, staging)
 
-    def _rows_of(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the blocks, which of them have a window block, and its numbers: [...] int64."""
-        own = torch.tensor(blocks, dtype=torch.int64)
-        numbers = self.blocks.of_block[own].long()
-        there = numbers.nonzero()[:, 0]
-        return own, there, numbers[there]
+    def _runs(self, blocks: list[int]) -> Iterator[tuple[slice, list[int]]]:
+        """Yield runs of `blocks` with their window blocks, and runs without any."""
+        start = 0
+        for _, run in groupby(self.blocks.of_block[blocks].tolist(), key=bool):
+            numbers = list(run)
+            yield slice(start, start + len(numbers)), numbers if numbers[0] else []
+            start += len(numbers)
 
-    def has_windows(
-        self, images: torch.Tensor | bytearray | memoryview
-    ) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-        """Return [num_images] bool: which images have KV in the layers with a window."""
-        if not isinstance(images, torch.Tensor):
-            images = torch.frombuffer(images, dtype=torch.uint8)
-        images = images.view(-1, self.geometry.block_bytes)
+    def has_windows(self, images: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Return [num_images] bool: which images, [num_images, block_bytes] uint8, have KV in the
+        layers with a window.
+        """
         first = min(self.windows.layers)
-        parts = self._columns_of_layer(first)
-        is_absent = (images[:, parts[0].start : parts[-1].end] == _ABSENT).all(dim=1)
-        return np.asarray(~is_absent.numpy())
-
-    def _columns_of_layer(self, index: int) -> list[_Column]:
-        before = sum(len(layer.tensors) for layer in self.layers[:index])
-        return self._columns[before : before + len(self.layers[index].tensors)]
-
-
-def _columns(layers: Sequence[KvLayer], windows: Windows) -> list[_Column]:
-    columns, start = [], 0
-    for index, layer in enumerate(layers):
-        for tensor in layer.tensors:
-            rows = tensor.view(tensor.shape[0], -1).view(torch.uint8)
-            columns.append(_Column(rows, start, start + rows.shape[1], index in windows.layers))
-            start += rows.shape[1]
-    return columns
+        start = sum(self._layer_bytes(index) for index in range(first))
+        of_layer = images[:, start : start + self._layer_bytes(first)]
+        return np.asarray(~(of_layer == _ABSENT).all(dim=1).cpu().numpy())

@@ -216,7 +216,7 @@ def engine_around(
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     short = step_tokens(loaded.spec, loaded.device)
-    most = engine_config.max_step_tokens or prefill_tokens(loaded, short)
+    most = engine_config.max_step_tokens or most_step_tokens(loaded, short)
     cache, runner = _cache_and_runner(loaded, cache_config, engine_config, most)
     if reads_before is not None:
         runner.keep_hidden(reads_before)
@@ -252,14 +252,15 @@ def _cache_and_runner(
     """Return the cache of a model that computes at most so many tokens of a sequence in a step."""
     threads = new_threads(loaded.device)
     geometry = kv_geometry(loaded.spec, config, loaded.dtype)
-    windows = kv_windows(loaded.spec, config, loaded.device)
+    windows = kv_windows(loaded.spec, config)
     if windows is not None:
-        most = max_step_tokens
-        pool = new_windowed_pool(geometry, windows, config, loaded.max_context, most)
+        sizes = loaded.max_context, max_step_tokens
+        pool = new_windowed_pool(geometry, windows, config, loaded.device, *sizes)
+        manager = WindowedCacheManager(pool, max_step_tokens, config.reuse)
         model = PagedModel(loaded, pool.layers, windows.layers)
-        numbers, size = pool.blocks.of_block, geometry.block_size
-        runner = Runner(model, size, threads=threads, window_blocks=numbers)
-        return WindowedCacheManager(pool, most, config.reuse), runner
+        numbers = pool.blocks.of_block
+        graphs = new_graphs(model, manager, engine_config, numbers)
+        return manager, Runner(model, manager.block_size, graphs, threads, numbers)
     kv_pool = new_kv_pool(geometry, config, loaded.device)
     if loaded.spec.state:
         num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
@@ -292,6 +293,12 @@ def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None
     return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
 
 
+def most_step_tokens(loaded: LoadedModel, short: int) -> int:
+    """Return the most tokens of a step, at any measured rate; `short` as of `prefill_tokens`."""
+    is_on_cpu = loaded.device.type == "cpu"
+    return prefill_tokens(loaded, short) if is_on_cpu else _CUDA_STEP_TOKENS[1]
+
+
 def prefill_tokens(loaded: LoadedModel, short: int) -> int:
     """Return the token budget of a step that only prefills, and can be abandoned at every product.
 
@@ -315,14 +322,26 @@ def prefill_pairs(spec: ModelSpec, device: torch.device) -> int:
     return int(_CPU_ATTENTION_MACS) // max(x.num_heads * (x.key_dim + x.value_dim) for x in whole)
 
 
-def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
+def new_graphs(
+    model: PagedModel,
+    cache: CacheManager,
+    config: EngineConfig,
+    window_blocks: torch.Tensor | None = None,
+) -> GraphRunner | None:
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
     if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
         return None  # a gathered step copies contexts, whose lengths differ from step to step
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)
-        return GraphRunner(model, cache.block_size, max_context, SCRATCH_BLOCK, capturing)
+        return GraphRunner(
+            model,
+            cache.block_size,
+            max_context,
+            SCRATCH_BLOCK,
+            capturing,
+            window_blocks=window_blocks,
+        )
     except RuntimeError as error:  # such as too little memory: steps run eagerly
         _log.warning("graphs are not available", exc_info=error)
         return None
@@ -508,7 +527,7 @@ class _DraftBuild:
 
         def tokens(of: LoadedModel, settings: CacheConfig, num_bytes: int) -> int:
             geometry = kv_geometry(of.spec, settings, of.dtype)
-            windows = kv_windows(of.spec, settings, device)
+            windows = kv_windows(of.spec, settings)
             if windows is not None and len(windows.layers) == len(geometry.layers):
                 return num_bytes // geometry.token_bytes  # blocks alone take no bytes
             return tokens_within(of.spec, geometry, settings, device, num_bytes)

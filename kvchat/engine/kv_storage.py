@@ -6,8 +6,9 @@ All follow from the model and the settings. Stored KV of another identity is nev
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -46,7 +47,7 @@ _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Window blocks beside those of a window and a step: the scratch block, and that of the spare block.
 _SPARE_WINDOW_BLOCKS = 2
 # The most tokens of a sequence in a step, where a model is not loaded to ask.
-_USUAL_STEP_TOKENS = 256
+_USUAL_STEP_TOKENS = {"cpu": 256, "cuda": 4096}
 # Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256
 
@@ -169,13 +170,13 @@ def host_budget(config: CacheConfig, device: torch.device) -> int:
     return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
 
 
-def kv_windows(spec: ModelSpec, config: CacheConfig, device: torch.device) -> Windows | None:
+def kv_windows(spec: ModelSpec, config: CacheConfig) -> Windows | None:
     """Return the layers whose KV is in window blocks; None if there are none.
 
-    Kernels of a GPU, the gathered path and recurrent models read one table for all layers: there
-    layers with a window keep what the others do.
+    The gathered path and recurrent models read one table for all layers: there layers with a window
+    keep what the others do.
     """
-    if config.whole_windows or device.type != "cpu" or spec.gathered is not None or spec.state:
+    if config.whole_windows or spec.gathered is not None or spec.state:
         return None
     seen: dict[int, list[int | None]] = {}
     for layer in spec.layers:
@@ -200,10 +201,11 @@ def tokens_within(
     spec: ModelSpec, geometry: KvGeometry, config: CacheConfig, device: torch.device, budget: int
 ) -> int:
     """Return how many tokens of one context a budget in bytes has room for."""
-    windows = kv_windows(spec, config, device)
+    windows = kv_windows(spec, config)
     if windows is None:
         return budget // geometry.token_bytes
-    counts = block_counts(geometry, windows, budget, spec.max_context, _USUAL_STEP_TOKENS)
+    most = _USUAL_STEP_TOKENS[device.type]
+    counts = block_counts(geometry, windows, budget, spec.max_context, most)
     return counts.num_blocks * geometry.block_size
 
 
@@ -243,17 +245,18 @@ def new_windowed_pool(
     geometry: KvGeometry,
     windows: Windows,
     config: CacheConfig,
+    device: torch.device,
     max_context: int,
     max_step_tokens: int,
 ) -> WindowedKvPool:
     """Allocate the blocks and window blocks that the budget allows; raises as `new_kv_pool`."""
-    budget = device_budget(config, torch.device("cpu"))
+    budget = device_budget(config, device)
     _require_two_blocks(geometry, config, budget)
     counts = block_counts(geometry, windows, budget, max_context, max_step_tokens)
-    try:
-        return WindowedKvPool(geometry, windows, counts.num_blocks, counts.num_window_blocks)
-    except _OUT_OF_MEMORY as error:
-        raise _too_much(config, budget) from error
+    num_blocks, num_windows = counts.num_blocks, counts.num_window_blocks
+    return _allocated(
+        lambda: WindowedKvPool(geometry, windows, num_blocks, num_windows, device), config, budget
+    )
 
 
 def _require_two_blocks(geometry: KvGeometry, config: CacheConfig, budget: int) -> None:
@@ -280,10 +283,18 @@ def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device)
     """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
     budget = device_budget(config, device)
     _require_two_blocks(geometry, config, budget)
+    num_blocks = budget // geometry.block_bytes
+    return _allocated(lambda: KvPool(geometry, num_blocks, device), config, budget)
+
+
+_Pool = TypeVar("_Pool", bound=KvPool)
+
+
+def _allocated(new: Callable[[], _Pool], config: CacheConfig, budget: int) -> _Pool:
     try:
-        kv_pool = KvPool(geometry, budget // geometry.block_bytes, device)
+        kv_pool = new()
     except _OUT_OF_MEMORY as error:
         raise _too_much(config, budget) from error
-    if device.type != "cpu":
+    if kv_pool.device.type != "cpu":
         kv_pool.warm_up()
     return kv_pool

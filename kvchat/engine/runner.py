@@ -60,7 +60,7 @@ class Runner:
 
     A step runs by one of `graphs` if one fits, otherwise eagerly. On a CPU, `threads` chooses the
     number of threads; if it is None, that number stays as it is. `window_blocks` says which window
-    block each block has at the time of a step, as of `build_batch`; there are no graphs then.
+    block each block has at the time of a step, as of `build_batch`; the graphs have the same.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class Runner:
         threads: StepThreads | None = None,
         window_blocks: torch.Tensor | None = None,
     ) -> None:
-        assert graphs is None or window_blocks is None
         self._model = model
         self._window_blocks = window_blocks
         self._device = model.device

@@ -177,7 +177,7 @@ def _used(name: str, size: int, share: float) -> int:
 
 
 def _alike(spec: ModelSpec) -> tuple[AlikeLayers, ...]:
-    windows = kv_windows(spec, CacheConfig(), torch.device("cpu"))
+    windows = kv_windows(spec, CacheConfig())
     shapes = Counter(
         (
             layer.num_kv_heads,

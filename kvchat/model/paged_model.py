@@ -38,8 +38,8 @@ class PagedModel:
     over any KvLayer, the compiled step over plain KV and CodedKv. The binding is stored on the
     modules, so only the newest PagedModel of a LoadedModel may run.
 
-    `windowed` are the storing layers whose pools have window blocks: batches then say which. Steps
-    of fused layers and of the gathered path have none.
+    `windowed` are the storing layers whose pools have window blocks: batches then say which. The
+    gathered path has none.
 
     `keeps_rows` tells whether the module computes logits of the wanted rows only.
 
@@ -53,7 +53,7 @@ class PagedModel:
         self, loaded: LoadedModel, pools: KvLayers, windowed: frozenset[int] = frozenset()
     ) -> None:
         assert len(pools) == len(loaded.spec.storing_layers)
-        assert not windowed or (loaded.device.type == "cpu" and loaded.spec.gathered is None)
+        assert not windowed or loaded.spec.gathered is None
         self.loaded = loaded
         self._module = loaded.module
         layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]

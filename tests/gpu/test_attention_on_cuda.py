@@ -13,6 +13,7 @@ from support.attention_checks import (
     POSITION_RULES,
     check_attention,
     check_private_tables,
+    check_window_tables,
 )
 from support.attention_kernel_checks import (
     check_distant_blocks,
@@ -64,6 +65,16 @@ def test_spans_look_at_positions_where_a_table_has_its_own(name: str, dtype: tor
     check_private_tables(POSITION_RULES[name], MIXED, "triton", DEVICE, dtype)
     if name in ("full", "chunk 48"):
         check_coded_attention(POSITION_RULES[name], MIXED, DEVICE, dtype, is_private=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("name", ["window 5", "softcap and window", "sinks and window"])
+def test_what_is_behind_a_window_need_not_be_there(
+    name: str, block_size: int, dtype: torch.dtype
+) -> None:
+    for lengths in (MIXED, ((300, 600), (90, 300), (1, 97)), ((513, 1100),)):
+        check_window_tables(CASES[name], lengths, "triton", DEVICE, dtype, block_size)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "gpt_oss, sinks"])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvchat.bench.engines import complete, random_ids
+from kvchat.bench.engines import complete, complete_all, random_ids
+from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig
 from kvchat.core.text import Size
 from kvchat.engine.assembly import AssembledEngine
@@ -83,6 +84,45 @@ def test_16_bits_run_fused_and_captured(model_type: str, dtype: str, tmp_path: P
     assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert loaded.notes == ()
     assert compare_with_own(loaded) >= 0.98
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("model_type", ["gemma2", "mistral", "gpt_oss"])
+def test_windows_change_no_answer(model_type: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Chats that pass their window many times push each other out to host memory, and restart."""
+    model = never_stopping(tiny_model(model_type, sliding_window=8))
+    save_checkpoint(tmp_path / "model", model)
+    prompts = [random_ids(300, 256, seed=seed) for seed in range(3)]
+    room, host = Size(num_bytes=1 << 20), Size(num_bytes=64 << 20)
+
+    def answers(whole: bool) -> list[list[int]]:
+        directory = tmp_path / f"kv {whole}"
+        cache = CacheConfig(
+            device_bytes=Size(num_bytes=16 << 20) if whole else room,
+            host_bytes=host,
+            directory=directory,
+            kv_dtype=kv_dtype,
+            whole_windows=whole,
+        )
+        found: list[list[int]] = []
+        contexts = prompts
+        for _ in range(2):
+            engine = assemble(tmp_path / "model", "float32", cache, device=DEVICE).engine
+            assert isinstance(engine.cache.kv_pool, WindowedKvPool) != whole
+            for _ in range(2):
+                said = complete_all(engine, contexts, 40)
+                contexts = [
+                    [*ids, *one.token_ids, 5, 6] for ids, one in zip(contexts, said, strict=True)
+                ]
+                found += contexts
+            status = engine.status().graphs
+            assert status is not None
+            assert not status.trouble
+            assert status.num_replayed > 20
+            engine.close()
+        return found
+
+    assert answers(whole=False) == answers(whole=True)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -10,6 +10,7 @@ from support.attention_checks import (
     POSITION_RULES,
     check_attention,
     check_private_tables,
+    check_window_tables,
 )
 from support.attention_kernel_checks import (
     check_distant_blocks,
@@ -51,6 +52,21 @@ def test_spans_look_at_positions_where_a_table_has_its_own(
     interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
 ) -> None:
     interpreter(check_private_tables, POSITION_RULES[name], (*lengths, (2, 300)), "triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("softcap and window", ((1, 130), (3, 257), (1, 1))),
+        ("sinks and window", ((90, 300), (60, 257), (1, 97))),
+        ("window 5", ((300, 600),)),
+    ],
+)
+def test_what_is_behind_a_window_need_not_be_there(
+    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    """Tiles begin before a window: zero times a NaN of the scratch block would be one."""
+    interpreter(check_window_tables, CASES[name], lengths, "triton", "cpu", torch.float32, 4)
 
 
 @pytest.mark.parametrize(

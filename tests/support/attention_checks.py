@@ -4,10 +4,17 @@ Called here, where Triton interprets, and on a CUDA device, which then computes 
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
-from kvchat_kernels.paged_attention import AttentionSpan, Scoring, paged_attention
+from kvchat.model.batch import window_tables
+from kvchat_kernels.paged_attention import (
+    AttentionSpan,
+    PagedSequences,
+    Scoring,
+    paged_attention,
+)
 from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase, plain_attention
 from support.rounding import assert_as_exact, poisoned_memory
@@ -95,6 +102,41 @@ def check_attention(
     """One batch of (new tokens, context) is as exact as plain arithmetic."""
     problem = paged_problem(case, tuple(lengths), block_size, dtype, layout)
     assert_exact(attend(problem, case, impl, device), problem, case, device)
+
+
+def check_window_tables(
+    case: AttentionCase,
+    lengths: Iterable[tuple[int, int]],
+    impl: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+) -> None:
+    """Tables of window blocks are as exact: blocks behind a window have none, and what would lie
+    there is NaN, in the scratch block too.
+    """
+    problem = paged_problem(case, tuple(lengths), block_size, dtype)
+    given = problem.sequences
+    assert isinstance(given, PagedSequences)
+    numbers = torch.arange(1, len(problem.key_pool) + 1, dtype=torch.int32)
+    pools = [torch.cat([torch.full_like(p[:1], torch.nan), p]) for p in problem.pools]
+    num_behind = 0
+    for table, new, end in zip(
+        given.block_tables.long(), given.query_lens, given.context_lens, strict=True
+    ):
+        behind = table[: span_of(case).first_visible(end - new) // block_size]
+        num_behind += len(behind)
+        for pool in pools:
+            pool[numbers[behind].long()] = torch.nan
+        numbers[behind] = 0
+    assert num_behind > 2
+    lengths = zip(given.query_lens, given.context_lens, strict=True)
+    num_before = [(end - new) // block_size for new, end in lengths]
+    tables = window_tables(given.block_tables.numpy(), num_before, numbers)
+    own = replace(given, block_tables=torch.from_numpy(tables))
+    windowed = replace(problem, key_pool=pools[0], value_pool=pools[1], sequences=own)
+
+    assert_exact(attend(windowed, case, impl, device), problem, case, device)
 
 
 # Rules that look at positions, and one for each thing beside that.

@@ -142,7 +142,20 @@ def check_block_copies(shapes: tuple[tuple[int, ...], ...], device: str = "cpu")
     """Images, blocks filled from images, and copied blocks are the twin's, byte for byte."""
     torch.manual_seed(len(shapes))
     tensors = [torch.randn(11, *shape).half().to(device) for shape in shapes]
-    pools, twin = PoolTensors(tensors), PoolTensors([tensor.clone() for tensor in tensors])
+    own = [tensor.clone() for tensor in tensors]
+    pools, twin = PoolTensors(tensors), PoolTensors(own)
+    check_copies_equal(pools, twin, device)
+    # Every second tensor, as a part of the images of all.
+    starts = [start for _, start, _ in pools.columns()][1::2]
+    if starts:
+        parts = [
+            PoolTensors(each, starts, pools.image_bytes) for each in (tensors[1::2], own[1::2])
+        ]
+        check_copies_equal(*parts, device)
+
+
+def check_copies_equal(pools: PoolTensors, twin: PoolTensors, device: str) -> None:
+    """Hold the kernels to the reference on pools with the same content."""
     images = {}
     for impl, those in (("triton", pools), ("reference", twin)):
         images[impl] = torch.full((3, pools.image_bytes), 77, dtype=torch.uint8, device=device)

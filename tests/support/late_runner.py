@@ -21,8 +21,14 @@ NOT_THERE_YET = -77
 class LateRunner(Runner):
     """`log` has `queue` and `read` with the number of the step, and `run` for other steps."""
 
-    def __init__(self, model: PagedModel, block_size: int, graphs: GraphRunner) -> None:
-        super().__init__(model, block_size, graphs)
+    def __init__(
+        self,
+        model: PagedModel,
+        block_size: int,
+        graphs: GraphRunner,
+        window_blocks: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(model, block_size, graphs, window_blocks=window_blocks)
         self.log: list[tuple[str, int]] = []
         self._real: dict[int, QueuedTokens] = {}
         self._hidden: list[torch.Tensor] = []

@@ -25,6 +25,10 @@ class PagedProblem:
     values: tuple[torch.Tensor, ...]
     positions: tuple[list[int], ...] | None = None
 
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.key_pool, self.value_pool
+
     def rows(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Split a [num_tokens, ...] tensor by sequence."""
         assert isinstance(self.sequences, PagedSequences)

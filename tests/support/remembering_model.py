@@ -44,7 +44,7 @@ def new_windowed_cache(
     """Return a manager as `new_cache`, of a layer without a window and one with."""
     geometry = KvGeometry((LayerGeometry(1, 1, 1),) * 2, torch.float32, block_size)
     windows = Windows(frozenset({1}), window)
-    kv_pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks)
+    kv_pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks, CPU)
     return WindowedCacheManager(kv_pool, max_step_tokens, reuse)
 
 

@@ -4,7 +4,7 @@ The expected ids come from `generate` on the module that was saved, in float32, 
 at a time: no line of kvchat takes part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.tier import Tier
 from kvchat.cache.windowed_manager import WindowedCacheManager
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, ModelConfig
@@ -27,6 +29,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import compiled_model
+from kvchat.model.gpu.graphs import Capturing, GraphRunner
 from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
@@ -34,6 +37,7 @@ from kvchat.model.spec import LayerSpec
 from support.architectures import SUPPORTED
 from support.chains import new_chain
 from support.checkpoints import save_checkpoint, tiny_model
+from support.late_runner import LateRunner
 
 MAX_CONTEXT = 128
 NUM_GENERATED = 20
@@ -98,22 +102,36 @@ def cache_and_runner(
     num_window_blocks: int = 0,
     max_step_tokens: int = 64,
     reuse: bool = True,
+    capturing: Capturing | None = None,
 ) -> tuple[CacheManager, Runner]:
     """Return pools for a model; with `num_window_blocks`, those of layers with a window have so
-    many window blocks.
+    many window blocks. With `capturing` small steps run as graphs, whose tokens come late.
     """
     config = CacheConfig(block_size=block_size)
     geometry = kv_geometry(loaded.spec, config, loaded.dtype)
     if not num_window_blocks:
         whole = KvPool(geometry, num_blocks, CPU)
-        runner = Runner(PagedModel(loaded, whole.layers), block_size)
+        runner = _runner(PagedModel(loaded, whole.layers), block_size, capturing)
         return CacheManager(whole, reuse), runner
-    windows = kv_windows(loaded.spec, config, CPU)
+    windows = kv_windows(loaded.spec, config)
     assert windows is not None
-    pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks)
+    pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks, CPU)
     model = PagedModel(loaded, pool.layers, windows.layers)
-    runner = Runner(model, block_size, window_blocks=pool.blocks.of_block)
+    runner = _runner(model, block_size, capturing, pool.blocks.of_block)
     return WindowedCacheManager(pool, max_step_tokens, reuse), runner
+
+
+def _runner(
+    model: PagedModel,
+    block_size: int,
+    capturing: Capturing | None,
+    window_blocks: torch.Tensor | None = None,
+) -> Runner:
+    if capturing is None:
+        return Runner(model, block_size, window_blocks=window_blocks)
+    places = block_size, model.loaded.max_context, SCRATCH_BLOCK
+    graphs = GraphRunner(model, *places, capturing, window_blocks=window_blocks)
+    return LateRunner(model, block_size, graphs, window_blocks)
 
 
 def engine_on(
@@ -125,6 +143,8 @@ def engine_on(
     num_host_blocks: int = 0,
     num_window_blocks: int = 0,
     speculation: Speculation | None = None,
+    capturing: Capturing | None = None,
+    open_tier: Callable[[], Tier] | None = None,
 ) -> Engine:
     """Return an engine on pools of its own; only the newest engine of a loaded model may run.
 
@@ -132,7 +152,7 @@ def engine_on(
     """
     count = num_blocks if num_blocks is not None else 2 + 1200 // block_size
     cache, runner = cache_and_runner(
-        loaded, block_size, count, num_window_blocks, max_step_tokens, reuse
+        loaded, block_size, count, num_window_blocks, max_step_tokens, reuse, capturing
     )
     return Engine(
         runner=runner,
@@ -141,7 +161,7 @@ def engine_on(
         max_step_tokens=max_step_tokens,
         max_running=8,
         vocab_size=loaded.spec.vocab_size,
-        chain=new_chain(cache, num_host_blocks=num_host_blocks),
+        chain=new_chain(cache, open_tier, num_host_blocks),
         speculation=speculation,
         key_rotations=partial(possible_rotations, loaded),
     )

@@ -253,6 +253,7 @@ class CompiledStep:
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
         windowed = batch.windowed.sequences if batch.windowed is not None else sequences
+        assert isinstance(windowed, PagedSequences)
         num_jobs = [
             of_kind.set(windowed if kind.has_window_blocks else sequences)
             for kind, of_kind in parts.parts.items()

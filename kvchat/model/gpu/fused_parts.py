@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from kvchat.model.batch import ForwardBatch
+from kvchat.model.batch import ForwardBatch, WindowSlots
 from kvchat.model.hf.module_adapter import KvBinding, LayerBinding
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
@@ -127,15 +127,15 @@ class FusedAttention:
         cos, sin   [1, num_tokens, key_dim], as transformers hands them to its layers; half of that
                    if the layer `has_half_angles`
         """
-        batch = binding.context.batch
-        assert batch is not None, "attention outside of a step"
+        assert binding.context.batch is not None, "attention outside of a step"
+        slots = binding.slots_of(binding.context.batch)
         query, key, value = self._heads(self.qkv(x))
         if self.rotates:
             halves = (cos[0], sin[0]) if self.has_half_angles else _halves(cos, sin)
-            query = self._write_at_once(query, key, value, Rotation(*halves), binding, batch)
+            query = self._write_at_once(query, key, value, Rotation(*halves), binding, slots)
         else:
-            query = self._write(query, key, value, binding, batch)
-        return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
+            query = self._write(query, key, value, binding, slots)
+        return self.out(self._attended(query, binding, slots).flatten(1).to(x.dtype))
 
     def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the heads of Q, K and V as views, [num_tokens, heads, dim]."""
@@ -151,7 +151,7 @@ class FusedAttention:
         )
 
     def _attended(
-        self, query: torch.Tensor, binding: KvBinding, batch: ForwardBatch
+        self, query: torch.Tensor, binding: KvBinding, slots: ForwardBatch | WindowSlots
     ) -> torch.Tensor:
         scoring = Scoring(
             scale=self.scale,
@@ -159,7 +159,7 @@ class FusedAttention:
             softcap=self.softcap if binding.layer.has_softcap else None,
             sinks=self.sinks if binding.layer.has_sinks else None,
         )
-        return binding.kv.attend(query, batch.sequences, scoring)
+        return binding.kv.attend(query, slots.sequences, scoring)
 
     def _write(
         self,
@@ -167,13 +167,13 @@ class FusedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         binding: KvBinding,
-        batch: ForwardBatch,
+        slots: ForwardBatch | WindowSlots,
     ) -> torch.Tensor:
         """Norm Q and K and write K and V; return Q."""
         if self.norms is not None:
             query = rms_norm(query, self.norms.query_weight, self.norms.eps)
             key = rms_norm(key, self.norms.key_weight, self.norms.eps)
-        binding.kv.write(key, value, batch.slot_mapping)
+        binding.kv.write(key, value, slots.slot_mapping)
         return query
 
     def _write_at_once(
@@ -183,7 +183,7 @@ class FusedAttention:
         value: torch.Tensor,
         rotation: Rotation,
         binding: KvBinding,
-        batch: ForwardBatch,
+        slots: ForwardBatch | WindowSlots,
     ) -> torch.Tensor:
         """Norm and rotate Q and K and write K and V as one kernel; return Q.
 
@@ -191,7 +191,7 @@ class FusedAttention:
         their own, from where the KV layer stores them in its form.
         """
         if isinstance(binding, LayerBinding):
-            target = StepKv(binding.keys, binding.values, batch.slot_mapping)
+            target = StepKv(binding.keys, binding.values, slots.slot_mapping)
         else:
             num_tokens = query.shape[0]
             target = StepKv(  # a block of one slot for each token
@@ -202,7 +202,7 @@ class FusedAttention:
         rotated_query = rope_kv_write(query, key, value, rotation, target, self.norms)
         if not isinstance(binding, LayerBinding):
             keys, values = target.key_pool[:, 0], target.value_pool[:, 0]
-            binding.kv.write(keys, values, batch.slot_mapping)
+            binding.kv.write(keys, values, slots.slot_mapping)
         return rotated_query
 
 

@@ -77,7 +77,7 @@ class GraphRunner:
     """Runs steps of `model` as graphs. Not thread-safe: one thread owns it and the model's pools.
 
     It owns `scratch_block` of the pools; padding tokens write there. Contexts have at most
-    `max_context` tokens.
+    `max_context` tokens. `window_blocks` as of `build_batch`.
     """
 
     def __init__(
@@ -89,12 +89,14 @@ class GraphRunner:
         capturing: Capturing,
         shapes: Sequence[StepShape] = SHAPES,
         clock: Callable[[], float] = time.perf_counter,
+        window_blocks: torch.Tensor | None = None,
     ) -> None:
         self._model = model
         self._capturing = capturing
         self._shapes = shapes
         self._clock = clock
-        self._buffers = StepBuffers(shapes, block_size, max_context, scratch_block, model.device)
+        places = scratch_block, model.device, window_blocks
+        self._buffers = StepBuffers(shapes, block_size, max_context, *places)
         self._replays: dict[StepShape, Callable[[], StepOutput]] = {}
         self._refused: set[StepShape] = set()
         self._num_wanted: Counter[StepShape] = Counter()

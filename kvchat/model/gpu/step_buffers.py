@@ -5,11 +5,19 @@ pads the pieces to the shape of a captured step; padding writes to a scratch blo
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from kvchat.model.batch import ForwardBatch, SequencePiece
+from kvchat.model.batch import (
+    ForwardBatch,
+    Numbers,
+    SequencePiece,
+    WindowSlots,
+    slots_in_windows,
+    window_tables,
+)
 from kvchat_kernels.launch import on_device
 from kvchat_kernels.paged_attention import DeviceSequences
 from kvchat_kernels.sampler import RowDraw, SamplerRows
@@ -49,11 +57,29 @@ class StepShape:
         )
 
 
+class _Tables:
+    """Block tables on `device`, [num_rows, width] int32, at first with the scratch block alone."""
+
+    def __init__(self, num_rows: int, width: int, scratch: int, device: torch.device) -> None:
+        self.blocks = torch.full((num_rows, width), scratch, dtype=torch.int32, device=device)
+        # The blocks last written to each row; the columns after them may hold old ids.
+        self._known = [np.empty(0, np.int32)] * num_rows
+
+    def fill(self, row: int, blocks: Numbers) -> None:
+        """Write a row, unless it is unchanged: most steps add no block."""
+        if np.array_equal(self._known[row][: len(blocks)], blocks):
+            return
+        ids = on_device(blocks, torch.int32, self.blocks.device)
+        self.blocks[row, : len(blocks)].copy_(ids)
+        self._known[row] = blocks
+
+
 class StepBuffers:
     """Tensors on `device`, sized for the largest of `shapes`; a smaller shape uses their start.
 
     Contexts have at most `max_context` tokens. Padding tokens form sequences of their own, of at
-    most `query_len` tokens, that read and write only `scratch_block`.
+    most `query_len` tokens, that read and write only `scratch_block`. With `window_blocks`, as of
+    `build_batch`, there are slots and tables in window blocks too; there `scratch_block` is 0.
     """
 
     def __init__(
@@ -63,6 +89,7 @@ class StepBuffers:
         max_context: int,
         scratch_block: int,
         device: torch.device,
+        window_blocks: torch.Tensor | None = None,
     ) -> None:
         self.block_size = block_size
         self.max_context = max_context
@@ -71,37 +98,51 @@ class StepBuffers:
         self._max_tokens = _rounded(max(shape.num_tokens for shape in shapes), 4)
         self._max_sequences = _rounded(max(shape.num_sequences for shape in shapes) + 1, 4)
         self._width = -(-max_context // block_size)
-        # _tokens: token ids, positions, slots. _lengths: each sequence's first row, its context
-        # length.
-        self._tokens = torch.zeros(3, self._max_tokens, dtype=torch.int64, device=device)
+        # _tokens: token ids, positions, slots, and those in window blocks. _lengths: each
+        # sequence's first row, its context length.
+        num_kinds = 3 if window_blocks is None else 4
+        self._tokens = torch.zeros(num_kinds, self._max_tokens, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(2, self._max_sequences, dtype=torch.int32, device=device)
         shape = self._max_sequences, self._width
-        self._tables = torch.full(shape, scratch_block, dtype=torch.int32, device=device)
+        self._tables = _Tables(*shape, scratch_block, device)
+        self._window_blocks = window_blocks
+        self._window_tables = None
+        if window_blocks is not None:
+            assert window_blocks[scratch_block] == 0
+            self._window_tables = _Tables(*shape, 0, device)
         self._rows = torch.arange(self._max_tokens, device=device)
         # _shares: temperature, top-p and min-p of each row.
         self._shares = torch.zeros(3, self._max_tokens, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(self._max_tokens, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(self._max_tokens, dtype=torch.int64, device=device)
         self._draws: list[RowDraw] = []  # the content of these three
-        # The blocks last written to each table row; the columns after them may hold old ids.
-        self._known: list[list[int]] = [[] for _ in range(self._max_sequences)]
+        # The blocks of each row of a table, as a list and as numbers of numpy.
+        self._listed: list[list[int]] = [[] for _ in range(self._max_sequences)]
+        self._numbers = [np.empty(0, np.int32)] * self._max_sequences
 
     def batch(self, shape: StepShape) -> ForwardBatch:
         """Return the batch of a step of this shape: views of the buffers, logits for every row."""
         num_tokens, num_sequences = shape.num_tokens, shape.num_sequences
+        sequences = DeviceSequences(
+            num_tokens=num_tokens,
+            max_query_len=shape.query_len,
+            query_starts=self._lengths[0, : num_sequences + 1],
+            context_lens=self._lengths[1, :num_sequences],
+            block_tables=self._tables.blocks[:num_sequences],
+            block_size=self.block_size,
+        )
+        windowed = None
+        if self._window_tables is not None:
+            tables = self._window_tables.blocks[:num_sequences]
+            in_windows = replace(sequences, block_tables=tables)
+            windowed = WindowSlots(self._tokens[3, :num_tokens], in_windows)
         return ForwardBatch(
             token_ids=self._tokens[0, :num_tokens],
             positions=self._tokens[1, :num_tokens],
             slot_mapping=self._tokens[2, :num_tokens],
-            sequences=DeviceSequences(
-                num_tokens=num_tokens,
-                max_query_len=shape.query_len,
-                query_starts=self._lengths[0, : num_sequences + 1],
-                context_lens=self._lengths[1, :num_sequences],
-                block_tables=self._tables[:num_sequences],
-                block_size=self.block_size,
-            ),
+            sequences=sequences,
             logit_rows=self._rows[:num_tokens],
+            windowed=windowed,
         )
 
     def sampler_rows(self, shape: StepShape) -> SamplerRows:
@@ -203,7 +244,10 @@ class StepBuffers:
         assert len(pieces) <= shape.num_sequences
         token_ids = [token for piece in pieces for token in piece.token_ids]
         positions = [p for piece in pieces for p in range(piece.start, piece.end)]
-        tokens = on_device([token_ids, positions, slots], torch.int64, self._tokens.device)
+        numbers = [token_ids, positions, slots]
+        if self._window_blocks is not None:
+            numbers.append(slots_in_windows(slots, self.block_size, self._window_blocks))
+        tokens = on_device(numbers, torch.int64, self._tokens.device)
         self._tokens[:, : len(slots)].copy_(tokens)
         starts = [0]
         for piece in pieces:
@@ -215,7 +259,20 @@ class StepBuffers:
         lengths = on_device([starts, ends], torch.int32, self._lengths.device)
         self._lengths[:, : shape.num_sequences + 1].copy_(lengths)
         for row, piece in enumerate(pieces):
-            self._fill_table(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
+            blocks = self._blocks_of(row, list(piece.blocks[: -(-piece.end // self.block_size)]))
+            self._tables.fill(row, blocks)
+            if self._window_tables is not None and self._window_blocks is not None:
+                num_before = piece.start // self.block_size
+                [own] = window_tables(blocks[None], [num_before], self._window_blocks)
+                self._window_tables.fill(row, own)
+
+    def _blocks_of(self, row: int, blocks: list[int]) -> Numbers:
+        """Return a row's blocks as numbers of numpy, made anew only where they change: a long list
+        takes longer than all else of a step.
+        """
+        if self._listed[row][: len(blocks)] != blocks:
+            self._listed[row], self._numbers[row] = blocks, np.array(blocks, np.int32)
+        return self._numbers[row][: len(blocks)]
 
     def _fill_draws(self, draws: list[RowDraw], shape: StepShape) -> None:
         """Write the sampling settings, unless they are unchanged, as in most steps."""
@@ -233,14 +290,6 @@ class StepBuffers:
         self._top_k[: len(draws)].copy_(on_device(top_k, torch.int32, device))
         self._seeds[: len(draws)].copy_(on_device(seeds, torch.int64, device))
         self._draws = draws + self._draws[len(draws) :]
-
-    def _fill_table(self, row: int, blocks: list[int]) -> None:
-        """Write a row of the block tables, unless it is unchanged: most steps add no block."""
-        if self._known[row][: len(blocks)] == blocks:
-            return
-        ids = on_device(blocks, torch.int32, self._tables.device)
-        self._tables[row, : len(blocks)].copy_(ids)
-        self._known[row] = blocks
 
 
 def _rounded(number: int, multiple: int) -> int:

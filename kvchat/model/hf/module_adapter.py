@@ -88,6 +88,13 @@ class KvBinding:
     context: StepContext
     has_window_blocks: bool
 
+    def slots_of(self, batch: ForwardBatch) -> ForwardBatch | WindowSlots:
+        """Return the slots and sequences of the layer's KV in a step."""
+        if not self.has_window_blocks:
+            return batch
+        assert batch.windowed is not None
+        return batch.windowed
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding(KvBinding):
@@ -142,10 +149,7 @@ def paged_attention_function(
     binding: KvBinding = module.__dict__[_BINDING]
     batch, layer = binding.context.batch, binding.layer
     assert batch is not None, "attention outside of a step"
-    slots: ForwardBatch | WindowSlots = batch
-    if binding.has_window_blocks:
-        assert batch.windowed is not None
-        slots = batch.windowed
+    slots = binding.slots_of(batch)
     if layer.stores_kv:
         binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), slots.slot_mapping)
     scoring = Scoring(

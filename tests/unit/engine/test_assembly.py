@@ -17,7 +17,13 @@ from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, Memory, MissReason
-from kvchat.engine.assembly import AssembledEngine, engine_around, step_tokens
+from kvchat.engine.assembly import (
+    AssembledEngine,
+    engine_around,
+    most_step_tokens,
+    prefill_tokens,
+    step_tokens,
+)
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.tiers import rate_memory
@@ -270,6 +276,16 @@ def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint:
     rates = (None, 100.0, 2_900.0, 12_000.0, 30_000.0, 1e6)
     found = [step_tokens(spec, cuda, rate) for rate in rates]
     assert found == [1024, 256, 256, 1024, 2048, 4096]
+
+
+def test_windows_have_room_for_the_largest_step_that_any_rate_allows(checkpoint: Path) -> None:
+    """The rate is known only when the pools are there."""
+    loaded = assemble(checkpoint).loaded
+    on_gpu = replace(loaded, device=torch.device("cuda", 0))
+
+    assert most_step_tokens(on_gpu, step_tokens(on_gpu.spec, on_gpu.device)) == 4096
+    short = step_tokens(loaded.spec, loaded.device)
+    assert most_step_tokens(loaded, short) == prefill_tokens(loaded, short)
 
 
 def test_loading_is_told_stage_by_stage(checkpoint: Path) -> None:

@@ -54,6 +54,25 @@ def test_images_fill_other_blocks_and_only_those() -> None:
         assert torch.equal(tensor, old[[4, 1, 2, 3, 4, 2]])
 
 
+def test_some_tensors_fill_their_part_of_an_image() -> None:
+    tensors = [torch.randn(6, 2, 3), torch.randn(6, 5), torch.randn(6, 1)]
+    whole = PoolTensors(tensors)
+    images = torch.empty(2, whole.image_bytes, dtype=torch.uint8)
+    gather_blocks(whole, [4, 2], images)
+    starts = [start for _, start, _ in whole.columns()]
+    found = torch.full_like(images, 9)
+
+    for index in (2, 0, 1):
+        [start] = starts[index : index + 1]
+        gather_blocks(PoolTensors(tensors[index : index + 1], [start], 48), [4, 2], found)
+
+    assert torch.equal(found, images)
+    middle = PoolTensors(tensors[1:2], starts[1:2], 48)
+    scatter_blocks(middle, [0], images[:1])
+    assert torch.equal(tensors[1][0], tensors[1][4])
+    assert not torch.equal(tensors[0][0], tensors[0][4])
+
+
 def test_no_block_is_no_work() -> None:
     pools = PoolTensors([torch.randn(3, 4)])
     nothing = torch.empty(0, pools.image_bytes, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ def test_what_goes_to_a_cuda_device_is_pinned_and_only_queued(
     asked: list[object] = []
 
     def tensor(numbers: Any, dtype: torch.dtype, **how: object) -> Any:
+        assert not isinstance(numbers, np.ndarray), "can't pin tensor constructed from numpy"
         asked.append(how)
         made = torch.tensor(numbers, dtype=dtype)
         return SimpleNamespace(to=lambda device, **how: asked.append((device, how)) or made)
@@ -36,8 +38,10 @@ def test_what_goes_to_a_cuda_device_is_pinned_and_only_queued(
     monkeypatch.setattr(launch, "torch", SimpleNamespace(tensor=tensor))
     device = torch.device("cuda", 0)
 
-    assert on_device([1, 2], torch.int64, device).tolist() == [1, 2]
-    assert asked == [{"pin_memory": True}, (device, {"non_blocking": True})]
+    for numbers in ([1, 2], np.array([1, 2], np.int32)):
+        asked.clear()
+        assert on_device(numbers, torch.int64, device).tolist() == [1, 2]
+        assert asked == [{"pin_memory": True}, (device, {"non_blocking": True})]
 
 
 def test_what_is_read_is_what_stood_there_when_the_reading_began() -> None:

@@ -1,0 +1,289 @@
+"""Windows on a GPU, for which a CPU stands in: fused layers, captured steps, queued steps.
+
+The plain twin keeps everything. Recorders take the place of graphs
+(tests/support/graph_recorder.py), and tokens come late, as from a GPU
+(tests/support/late_runner.py). Each chat passes its window of 8 tokens ten times.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvchat_kernels.paged_attention as paged_attention_package
+from kvchat.cache.windowed_pool import WindowedKvPool
+from kvchat.core.events import RequestFailed, TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.draft_model import ModelDrafter
+from kvchat.engine.drafters import DraftOrder
+from kvchat.engine.engine import Engine
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Speculation
+from kvchat.model.gpu import step_buffers
+from kvchat.model.hf.module_adapter import KvBinding
+from kvchat.model.loader import LoadedModel
+from kvchat_kernels.paged_attention import Implementation
+from support.fixed_drafts import FixedDraftPolicy
+from support.fused_models import load_fused
+from support.graph_recorder import Recorder
+from support.interpreter import Interpreter
+from support.late_runner import LateRunner
+from support.memory_tier import MemoryTier
+from support.specimens import cache_and_runner, engine_on, random_ids
+
+FAMILIES = ["gemma3, mixed windows", "mistral, window", "gpt_oss, sinks", "gemma3n, shared KV"]
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.2, top_p=0.95, seed=4)
+CHUNKS = {"block_size": 4, "max_step_tokens": 7, "num_blocks": 120}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_fused(tmp_path_factory.mktemp("model"), request.param, "float32")
+
+
+def engine(loaded: LoadedModel, num_window_blocks: int = 0, **settings: Any) -> Engine:
+    """Return an engine as on a GPU; without window blocks its layers keep everything."""
+    both = CHUNKS | settings
+    return engine_on(loaded, **both, num_window_blocks=num_window_blocks, capturing=Recorder())
+
+
+def answers(made: Engine, *specs: RequestSpec) -> list[list[int]]:
+    """Return what each sample of requests that run together says."""
+    said: dict[tuple[int, int], list[int]] = {}
+    for spec in specs:
+        made.submit(spec)
+    while made.has_work:
+        for event in made.step():
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensGenerated):
+                said.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
+        tables = [request.table for request in made.running() if request.table]
+        made.chain.check()
+        made.cache.check([*tables, *made.chain.tables()])
+    return [ids for _, ids in sorted(said.items())]
+
+
+def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list[int]]:
+    """Return all answers of a chat: a turn beside two others, one of which forks, then turns and
+    undone turns; each by the engine that `between` returns.
+    """
+    prompt = tuple(random_ids(60, 1))
+    beside = [
+        RequestSpec(tuple(random_ids(33, 2)), SAMPLED, max_tokens=30, num_samples=2),
+        RequestSpec((*prompt[:20], 3, 4), GREEDY, max_tokens=25),
+    ]
+    said = answers(made, RequestSpec(prompt, GREEDY, max_tokens=24), *beside)
+    context = (*prompt, *said[0])
+    for turn in range(3):
+        made = between() if between is not None else made
+        [answer] = answers(made, RequestSpec((*context, turn, 5, 6), SAMPLED, max_tokens=9))
+        said += [answer, *answers(made, RequestSpec((*context[:-7], 9), GREEDY, max_tokens=9))]
+        context = (*context, turn, 5, 6, *answer)[:110]
+    return said
+
+
+def test_answers_are_those_of_layers_that_keep_everything(loaded: LoadedModel) -> None:
+    expected = chat(engine(loaded))
+    made = engine(loaded, 40)
+
+    assert chat(made) == expected
+
+    status, runner = made.status().graphs, made._runner
+    assert status is not None
+    assert not status.trouble
+    assert status.num_captured >= 4, "several counts of rows were decoded"
+    assert status.num_replayed > 2 * status.num_eager
+    assert isinstance(runner, LateRunner)
+    log = {entry: place for place, entry in enumerate(runner.log)}
+    queued = [number for word, number in log if word == "queue" and number > 1]
+    assert sum(log["queue", n] < log.get(("read", n - 1), -1) for n in queued) > 20
+    assert isinstance(made.cache.kv_pool, WindowedKvPool)
+
+
+def logits_of(made: Engine) -> list[torch.Tensor]:
+    """Return the logits of every step of a chat that asks for them."""
+    rows: list[torch.Tensor] = []
+    run = made._runner.run_pieces
+
+    def watched(pieces: Any) -> torch.Tensor:
+        rows.append(run(pieces).clone())
+        return rows[-1]
+
+    made._runner.run_pieces = watched  # type: ignore[method-assign]
+    prompt = tuple(random_ids(60, 1))
+    forked = RequestSpec(prompt, GREEDY, max_tokens=20, num_samples=2, num_top_logprobs=1)
+    [answer, _] = answers(made, forked)
+    answers(made, replace(forked, prompt_ids=(*prompt, *answer, 5, 6, 7), num_samples=1))
+    return rows
+
+
+def test_logits_are_equal_to_the_bit_where_all_is_kept(loaded: LoadedModel) -> None:
+    whole = logits_of(engine(loaded))
+    made = engine(loaded, 14)
+
+    windowed = logits_of(made)
+
+    assert len(windowed) == len(whole) > 40
+    assert all(torch.equal(one, other) for one, other in zip(windowed, whole, strict=True))
+    assert made.status().graphs.num_replayed > 30  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_window_blocks", [12, 24])
+def test_answers_stay_where_windows_have_little_room(
+    loaded: LoadedModel, num_window_blocks: int
+) -> None:
+    assert chat(engine(loaded, num_window_blocks)) == chat(engine(loaded))
+
+
+def test_what_was_pushed_out_to_host_memory_comes_back(loaded: LoadedModel) -> None:
+    expected = chat(engine(loaded))
+    made = engine(loaded, 40, num_host_blocks=200)
+
+    def push_out() -> Engine:
+        made.cache.evict_cold(1 << 20)
+        assert made.chain.flush(60.0)
+        return made
+
+    assert chat(made, push_out) == expected
+    host = made.status().tier("host")
+    assert host is not None
+    assert host.bytes_read > 0
+    made.close()
+
+
+def test_restarts_go_on_at_every_turn(loaded: LoadedModel) -> None:
+    expected = chat(engine(loaded))
+    pool = engine(loaded).cache.kv_pool
+    tier = MemoryTier(CHUNKS["block_size"], pool.geometry.block_bytes)
+    made = [engine(loaded, 40, open_tier=lambda: tier)]
+
+    def restarted() -> Engine:
+        made[-1].close()
+        made.append(engine(loaded, 40, open_tier=lambda: tier))
+        return made[-1]
+
+    assert chat(made[0], restarted) == expected
+    made[-1].close()
+    assert tier.num_read > 0
+    assert tier.num_quarantined == 0
+
+
+class Mistaken(ModelDrafter):
+    """Proposes another token in place of the second of every third draft."""
+
+    num_proposed = 0
+
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
+        drafts = []
+        for draft in super().propose(wanted):
+            self.num_proposed += 1
+            is_spoilt = not self.num_proposed % 3 and len(draft) > 1
+            drafts.append([draft[0], draft[1] ^ 1, *draft[2:]] if is_spoilt else draft)
+        return drafts
+
+
+def test_drafts_change_no_answer(
+    request: pytest.FixtureRequest, tmp_path: Path, loaded: LoadedModel
+) -> None:
+    """The draft model is the target's copy, with windows and graphs of its own."""
+    expected = chat(engine(loaded))
+    draft = load_fused(tmp_path, request.node.callspec.params["loaded"], "float32")
+    cache, runner = cache_and_runner(draft, 4, 120, 40, capturing=(recorder := Recorder()))
+    drafter = Mistaken(runner, cache, draft.spec.vocab_size, draft.max_context)
+    speculation = Speculation([drafter], policy=FixedDraftPolicy(3))
+    made = engine(loaded, 40, speculation=speculation)
+
+    assert chat(made) == expected
+
+    use = speculation.total.use()
+    assert 0.6 * use.num_drafted < use.num_accepted < 0.95 * use.num_drafted
+    assert use.num_drafted > 60
+    assert recorder.num_replayed > 40
+    assert made.status().graphs.num_replayed > 20  # type: ignore[union-attr]
+
+
+# Controls: what a GPU's path may get wrong, planted, must show.
+
+
+def read_the_table_of_all_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvBinding, "slots_of", lambda self, batch: batch)
+
+
+def leave_tables_of_windows_as_they_were_captured(patch: pytest.MonkeyPatch) -> None:
+    fill = step_buffers._Tables.fill
+    of_row: dict[tuple[int, int], int] = {}
+
+    def once_per_length(self: Any, row: int, blocks: list[int]) -> None:
+        if of_row.setdefault((id(self), row), 0) < len(blocks):
+            of_row[id(self), row] = len(blocks)
+            fill(self, row, blocks)
+
+    patch.setattr(step_buffers._Tables, "fill", once_per_length)
+
+
+def write_to_slots_of_all_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_buffers, "slots_in_windows", lambda slots, *_: list(slots))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        read_the_table_of_all_layers,
+        leave_tables_of_windows_as_they_were_captured,
+        write_to_slots_of_all_layers,
+    ],
+)
+def test_a_fault_in_windows_shows(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = load_fused(tmp_path, "mistral, window", "float32")
+    expected = chat(engine(made))
+    plant(monkeypatch)
+    try:
+        found = chat(engine(made, 40))
+    except AssertionError:
+        return
+    assert found != expected
+
+
+# The kernels
+
+
+def logits_on_kernels(name: str, directory: Path) -> tuple[float, int]:
+    """Return the largest difference of logits over windows and over pools that keep everything, and
+    how many layers' attention ran on kernels; all memory but what is written is NaN.
+    """
+    layers: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            paged_attention_package,
+            "implementation_for",
+            lambda *layer: layers.append(layer) or Implementation("triton"),
+        )
+        loaded = load_fused(directory, name, "float32")
+        found = [logits_of(poisoned(engine(loaded, count))) for count in (0, 14)]
+    return largest_difference(*found), len(layers)
+
+
+def poisoned(made: Engine) -> Engine:
+    for layer in made.cache.kv_pool.layers:
+        for tensor in layer.tensors:
+            tensor.fill_(torch.nan)
+    return made
+
+
+def largest_difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    pairs = zip(some, others, strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs if len(one))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss, sinks"])
+def test_logits_on_kernels_are_equal(name: str, interpreter: Interpreter, tmp_path: Path) -> None:
+    difference, num_layers = interpreter(logits_on_kernels, name, tmp_path)
+
+    assert difference == 0
+    assert num_layers > 100
