@@ -38,6 +38,7 @@ from kvchat.engine.kv_storage import (
     device_budget,
     kv_geometry,
     kv_windows,
+    largest_step,
     new_kv_pool,
     new_windowed_pool,
     require_kv_dtype,
@@ -216,13 +217,13 @@ def engine_around(
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     short = step_tokens(loaded.spec, loaded.device)
-    most = engine_config.max_step_tokens or most_step_tokens(loaded, short)
+    most = engine_config.max_step_tokens or most_step_tokens(loaded, short, cache_config)
     cache, runner = _cache_and_runner(loaded, cache_config, engine_config, most)
     if reads_before is not None:
         runner.keep_hidden(reads_before)
     chain = new_chain(loaded, cache, cache_config, memory)
     rate = chain.planner.prefill
-    short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
+    short = min(most, step_tokens(loaded.spec, loaded.device, rate.tokens_per_s))
     return Engine(
         runner=runner,
         cache=cache,
@@ -293,10 +294,16 @@ def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None
     return min(high, max(low, 1 << max(0, affordable.bit_length() - 1)))
 
 
-def most_step_tokens(loaded: LoadedModel, short: int) -> int:
+def most_step_tokens(loaded: LoadedModel, short: int, config: CacheConfig) -> int:
     """Return the most tokens of a step, at any measured rate; `short` as of `prefill_tokens`."""
-    is_on_cpu = loaded.device.type == "cpu"
-    return prefill_tokens(loaded, short) if is_on_cpu else _CUDA_STEP_TOKENS[1]
+    spec, device = loaded.spec, loaded.device
+    if device.type == "cpu":
+        return prefill_tokens(loaded, short)
+    geometry = kv_geometry(spec, config, loaded.dtype)
+    budget = device_budget(config, device)
+    return min(
+        _CUDA_STEP_TOKENS[1], largest_step(geometry, kv_windows(spec, config), budget, device)
+    )
 
 
 def prefill_tokens(loaded: LoadedModel, short: int) -> int:

@@ -46,8 +46,10 @@ _DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
 _MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Window blocks beside those of a window and a step: the scratch block, and that of the spare block.
 _SPARE_WINDOW_BLOCKS = 2
-# The most tokens of a sequence in a step, where a model is not loaded to ask.
+# The most tokens of a sequence in a step: of a CPU where a model is not loaded to ask, of a GPU at
+# any measured rate. The least to which little room for window blocks reduces it.
 _USUAL_STEP_TOKENS = {"cpu": 256, "cuda": 4096}
+_LEAST_STEP_TOKENS = 256
 # Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256
 
@@ -204,9 +206,33 @@ def tokens_within(
     windows = kv_windows(spec, config)
     if windows is None:
         return budget // geometry.token_bytes
-    most = _USUAL_STEP_TOKENS[device.type]
+    most = largest_step(geometry, windows, budget, device)
     counts = block_counts(geometry, windows, budget, spec.max_context, most)
     return counts.num_blocks * geometry.block_size
+
+
+def largest_step(
+    geometry: KvGeometry, windows: Windows | None, budget: int, device: torch.device
+) -> int:
+    """Return the most tokens of a sequence in a step: fewer in a small budget, as all of them are
+    in window blocks at once.
+    """
+    most, size = _USUAL_STEP_TOKENS[device.type], geometry.block_size
+    if windows is not None:
+        room = _share_of_windows(geometry, windows, budget)
+        while most > _LEAST_STEP_TOKENS and most_in_use(windows, most, size) > room:
+            most //= 2
+    return most
+
+
+def _share_of_windows(geometry: KvGeometry, windows: Windows, budget: int) -> int:
+    """Return how many window blocks a third of a budget has."""
+    return budget // 3 // _window_bytes(geometry, windows)
+
+
+def _window_bytes(geometry: KvGeometry, windows: Windows) -> int:
+    layers = [geometry.layers[index] for index in windows.layers]
+    return sum(geometry.format.block_bytes(layer, geometry) for layer in layers)
 
 
 def block_counts(
@@ -218,16 +244,11 @@ def block_counts(
     context takes, each further block has a window block. There are never more window blocks than
     blocks: then all is as if layers had no window.
     """
-    format_, size = geometry.format, geometry.block_size
-    window_bytes = sum(
-        format_.block_bytes(layer, geometry)
-        for index, layer in enumerate(geometry.layers)
-        if index in windows.layers
-    )
+    size, window_bytes = geometry.block_size, _window_bytes(geometry, windows)
     other_bytes = geometry.block_bytes - window_bytes
     alike = budget // geometry.block_bytes
     least = most_in_use(windows, max_step_tokens, size) + _SPARE_WINDOW_BLOCKS
-    num_windows = max(least, budget // 3 // window_bytes)
+    num_windows = max(least, _share_of_windows(geometry, windows, budget))
     left, whole = budget - num_windows * window_bytes, -(-max_context // size) + 2
     if not other_bytes:
         num_blocks, num_windows = alike + whole, alike

@@ -17,6 +17,7 @@ from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, Memory, MissReason
+from kvchat.engine import kv_storage
 from kvchat.engine.assembly import (
     AssembledEngine,
     engine_around,
@@ -28,6 +29,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.tiers import rate_memory
 from kvchat.model import loader
+from kvchat.model.loader import LoadedModel
 from kvchat.model.spec import Gathered
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.kv_code import CODES
@@ -278,14 +280,22 @@ def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint:
     assert found == [1024, 256, 256, 1024, 2048, 4096]
 
 
-def test_windows_have_room_for_the_largest_step_that_any_rate_allows(checkpoint: Path) -> None:
+def test_windows_have_room_for_the_largest_step_that_any_rate_allows(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rate is known only when the pools are there."""
     loaded = assemble(checkpoint).loaded
     on_gpu = replace(loaded, device=torch.device("cuda", 0))
+    monkeypatch.setattr(kv_storage, "free_bytes", lambda device: 1 << 40)
 
-    assert most_step_tokens(on_gpu, step_tokens(on_gpu.spec, on_gpu.device)) == 4096
+    def most(loaded: LoadedModel, **settings: object) -> int:
+        room = CacheConfig(device_bytes=Size(num_bytes=2 * MEBIBYTE), **settings)  # type: ignore[arg-type]
+        return most_step_tokens(loaded, short, room)
+
     short = step_tokens(loaded.spec, loaded.device)
-    assert most_step_tokens(loaded, short) == prefill_tokens(loaded, short)
+    assert most(on_gpu, whole_windows=True) == 4096
+    assert most(on_gpu) == 2048, "all tokens of a step have window blocks, which have a third"
+    assert most(loaded) == prefill_tokens(loaded, short)
 
 
 def test_loading_is_told_stage_by_stage(checkpoint: Path) -> None:

@@ -144,10 +144,13 @@ def test_block_copies(row: int, num_wide: int) -> None:
     pools = PoolTensors([meta(100, block_size, 1, row) for _ in range(4)])
     ids = meta(3, dtype=torch.int64)
     images = meta(3, pools.image_bytes, dtype=torch.uint8)
+    starts = [start for _, start, _ in pools.columns()]
+    part = PoolTensors([meta(9, block_size, 1, row)] * 2, starts[1::2], pools.image_bytes)
     launches = [
         copy_launch(pools, ids, ids),
         image_launch(pools, ids, images, is_gather=True),
         image_launch(pools, ids, images, is_gather=False),
+        image_launch(part, ids, images, is_gather=True),
     ]
     for launch in launches:
         code = compiled(launch)
