@@ -12,6 +12,7 @@ import torch
 from kvchat_kernels.cpu import (
     activation_rounding,
     attention,
+    attention_kernels,
     block_products,
     block_reading,
     block_rounding,
@@ -47,14 +48,17 @@ HEADS, HEADS_OF_FOUR = (
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
-    "attention": (attention.AttentionTask, lambda code: attention._Part(code, FORM, False).write()),
+    "attention": (
+        attention.AttentionTask,
+        lambda code: attention_kernels.write_part(code, FORM, False),
+    ),
     "attention over 8 bits": (
         attention.AttentionTask,
-        lambda code: attention._Part(code, EIGHT, False).write(),
+        lambda code: attention_kernels.write_part(code, EIGHT, False),
     ),
     "attention over 4 bits": (
         attention.AttentionTask,
-        lambda code: attention._Part(code, FOUR, False).write(),
+        lambda code: attention_kernels.write_part(code, FOUR, False),
     ),
     "KV of 4 bits": (
         rotation.RotationTask,
@@ -164,5 +168,6 @@ def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch
 
     assembly = assembled(written(kernel, newer, monkeypatch), "x86_64-linux-gnu", "znver4")
 
-    assert ("vpdpbusd" in assembly) == kernel.startswith(("4 bits", "5 bits in bytes"))
+    of_bytes = ("4 bits", "5 bits in bytes", "attention over ")
+    assert ("vpdpbusd" in assembly) == kernel.startswith(of_bytes)
     assert "vpmaddubsw" not in assembly, "what four products at once replace"

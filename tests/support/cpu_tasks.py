@@ -7,6 +7,7 @@ import torch
 
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention
+from kvchat_kernels.cpu.attention_kernels import attention_kernel, joining_kernel
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import NUM_HEADERS, NUM_OF_SEQUENCE, Header
@@ -68,7 +69,7 @@ def attended(
     )
     operations = [
         Operation(kernel, task, header(len(query)), None)
-        for kernel in (attention.attention_kernel(form), attention.joining_kernel(form))
+        for kernel in (attention_kernel(form), joining_kernel(form))
     ]
     program = Program(operations)
     program.units[:] = parts.set(sequences) * form.num_kv_heads, len(query)

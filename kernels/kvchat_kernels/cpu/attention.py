@@ -1,11 +1,11 @@
-"""Attention of few rows over paged KV, and the joining of its parts.
+"""Attention of few rows over a part of paged KV.
 
 The context is cut at slots that are multiples of PART, and where a private table has empty slots.
 A unit of the first kernel is a part of the context of one sequence, for one KV head: it reads K and
 V of these slots once, for all rows of the sequence and all query heads of the KV head, and writes
 each row's weighted sum of values, its largest score and the sum of its weights. The second kernel
-joins a row's parts. Where a part ends depends on nothing but the table, so a row's result does not
-depend on the rows beside it, nor on the number of threads.
+joins a row's parts (`attention_kernels.py`). Where a part ends depends on nothing but the table, so
+a row's result does not depend on the rows beside it, nor on the number of threads.
 
 No kernel here knows a position: those of a table ascend, so what a row sees of a part without empty
 slots is all slots between two, which `parts.py` finds.
@@ -13,10 +13,10 @@ slots is all slots between two, which `parts.py` finds.
 Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import auto
-from functools import cache
 from itertools import product
 
 from llvmlite import ir
@@ -32,11 +32,11 @@ from kvchat_kernels.cpu.bfloat_pairs import (
     rounded,
     store_halves,
 )
-from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Kernel, Value, kernel
-from kvchat_kernels.cpu.maths import Stored, exp, tanh, write_turned
-from kvchat_kernels.cpu.products import are_wide_floats_faster
+from kvchat_kernels.cpu.code import F32, I32, I64, LANES, Code, Value
+from kvchat_kernels.cpu.features import has_512_bits
+from kvchat_kernels.cpu.maths import Stored, exp, tanh
 from kvchat_kernels.cpu.task import Memory, Place, Task
-from kvchat_kernels.kv_code import KvCode, NumberCode, group_size
+from kvchat_kernels.kv_code import KvCode
 
 # Slots of a part, and of a tile of K whose words are transposed at once.
 PART = 256
@@ -52,7 +52,7 @@ _VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
 _WIDE_FEW, _MOST_HEADS = {1: (8, 4, 2, 1), 2: (8, 4, 2), 3: (12, 3)}, 12
 _WIDE_VALUE_VECTORS = {1: 8, 2: 4, 3: 4, 4: 4}
 _CACHE_LINE = 64
-_HIDDEN = -1e30
+HIDDEN = -1e30
 
 
 class Job(Place):
@@ -149,15 +149,24 @@ class AttentionForm:
         has_runs = self.key_dim % PAIR_LANES == self.value_dim % (2 * PAIR_LANES) == 0
         return self.stored is Stored.BFLOAT and has_runs and are_pairs_multiplied()
 
+    @property
+    def in_bytes(self) -> bool:
+        """Whether queries and weights are rounded to 16 bits, and multiplied as two bytes with the
+        pools' whole numbers of 8 or 4 bits.
+        """
+        return has_512_bits() and all(numbers.has_bytes for numbers in self.numbers)
 
-@cache
-def attention_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
-    """Return the kernel that attends parts. Units: jobs times KV heads."""
-    forms = (form, form.in_pairs or are_wide_floats_faster(Stored.FLOAT))
-    return Kernel("attention", AttentionTask, forms, lambda code: _Part(code, *forms).write())
+    @property
+    def numbers(self) -> tuple[HeadNumbers, HeadNumbers]:
+        """How keys and values lie in their pools."""
+        own = self.stored
+        keys, values = (own.keys, own.values) if isinstance(own, KvCode) else (own, own)
+        return HeadNumbers(keys, self.key_dim), HeadNumbers(values, self.value_dim)
 
 
-class _Part:
+class Part:
+    """Writes the code of a part: `write`. Numbers are multiplied as float32, or in pairs."""
+
     def __init__(self, code: Code, form: AttentionForm, is_wide: bool) -> None:
         self._code = code
         self._form = form
@@ -167,16 +176,14 @@ class _Part:
         self._job = jobs + code.unit // form.num_kv_heads * (8 * len(Job))
         self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
         self._lanes = 2 * LANES if is_wide else LANES
-        self._keys, self._values = (
-            HeadNumbers(side, dim)
-            for side, dim in zip(_sides(form.stored), (form.key_dim, form.value_dim), strict=True)
-        )
+        self._keys, self._values = form.numbers
         self._value_lanes = self._values.lanes(self._lanes)
         self._few = _pairs_at_once(form.group) if is_wide else _FEW
         self._in_pairs = form.in_pairs
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
         self._noted = code.room(2 * _TILE * 8)
+        self._noted_run = LANES if form.block_size >= LANES else 1
         self._words = code.room(_TILE * self._keys.num_bytes)
         self._factors = code.room(_TILE * self._keys.scale_bytes * 2)
         self._scores = code.room(JOB_ROWS * form.group * PART * 4)
@@ -186,8 +193,7 @@ class _Part:
         return self._code.load(self._job, 8 * place, I64)
 
     def write(self) -> None:
-        if self._in_pairs:
-            self._write_rounded_queries()
+        self._write_queries()
         # Tiles begin at multiples of _TILE, which keeps every row's order of additions the same.
         tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
         with tiles as tile:
@@ -195,7 +201,7 @@ class _Part:
             self._each_few(lambda pairs: self._write_scores(pairs, tile))
         with self._code.loop(0, self._num_pairs) as pair:
             self._write_weights(pair)
-        self._each_few(self._write_sums_of_pairs if self._in_pairs else self._write_sums)
+        self._write_all_sums()
 
     def _each_few(self, write: Callable[[Sequence[Value]], None]) -> None:
         """Write loops over the pairs of a row and a query head, a few at a time."""
@@ -243,7 +249,7 @@ class _Part:
                 found += [self._token(pool, head_bytes, slot) for slot in slots]
             else:  # all in one block
                 slot = self._within(first + run)
-                start = self._token(pool, head_bytes, slot - slot % LANES)
+                start = self._token(pool, head_bytes, slot & -LANES)
                 found += [start + lane * form.num_kv_heads * head_bytes for lane in range(LANES)]
         return found
 
@@ -256,12 +262,12 @@ class _Part:
         """Return the pool's number of a slot of the table."""
         code, size = self._code, self._form.block_size
         table = self._of_job(Job.TABLE)
-        block = code.load(table, slot // size * 4, I32)
-        return code.convert("sext", block, I64) * size + slot % size
+        block = code.load(table, (slot >> size.bit_length() - 1) * 4, I32)
+        return code.convert("sext", block, I64) * size + (slot & size - 1)
 
     def _note_tokens(self, tile: Value, slot: Value) -> None:
-        """Note where the next tile has the keys of 8 slots, and this one the values: `_ask` asks
-        for them while scores are computed. Ask for their scales.
+        """Note where the next tile has the keys of 8 slots, and this one the values, or the first
+        of them in a block: `_ask` asks for them while scores are computed. Ask for their scales.
         """
         code, form = self._code, self._form
         sides = (
@@ -270,8 +276,9 @@ class _Part:
         )
         for index, (numbers, pool, scales, first) in enumerate(sides):
             to = self._noted + index * (_TILE * 8) + (slot - tile) * 8
-            for lane, token in enumerate(self._tokens(pool, numbers.num_bytes, first, LANES)):
-                code.store(token, to, lane * 8)
+            tokens = self._tokens(pool, numbers.num_bytes, first, LANES)
+            for lane in range(0, LANES, self._noted_run):
+                code.store(tokens[lane], to, lane * 8)
             if numbers.scale_bytes:
                 run = max(1, _CACHE_LINE // (form.num_kv_heads * numbers.scale_bytes))
                 for token in self._tokens(scales, numbers.scale_bytes, first, LANES)[::run]:
@@ -290,8 +297,11 @@ class _Part:
                 number = word * count + line
                 if count * num_words > width * lines:
                     number = code.least(number, width * lines - 1)
-                noted = self._noted + index * (_TILE * 8) + slot * 8
-                token = code.load(noted, number // lines * 8, I64)
+                place = slot + number // lines
+                lane = place & self._noted_run - 1
+                noted = self._noted + index * (_TILE * 8)
+                token = code.load(noted, (place - lane) * 8, I64)
+                token = token + lane * (self._form.num_kv_heads * numbers.num_bytes)
                 code.prefetch(token, number % lines * _CACHE_LINE, to_second=True)
 
     def _write_key_words(self, tile: Value) -> None:
@@ -328,9 +338,10 @@ class _Part:
         query = self._code.task.query + row * self._code.task.query_stride
         return query + head * (self._keys.dim * 4)
 
-    def _write_rounded_queries(self) -> None:
+    def _write_queries(self) -> None:
+        """Write queries as they are multiplied, where these are not those of the step."""
         code, dim = self._code, self._keys.dim
-        with code.loop(0, self._num_pairs) as pair:
+        with code.loop(0, self._num_pairs if self._in_pairs else 0) as pair:
             query = self._query(pair)
             with code.loop(0, dim, PAIR_LANES) as column:
                 numbers = code.load(query, column * 4, ir.VectorType(F32, PAIR_LANES))
@@ -340,68 +351,74 @@ class _Part:
 
     def _write_scores(self, pairs: Sequence[Value], tile: Value) -> None:
         """Write the pairs' scores of a tile, also of slots that a row does not see."""
-        code, keys = self._code, self._keys
-        if self._in_pairs:
-            queries = [self._queries + pair * (keys.dim * 2) for pair in pairs]
-        else:
-            queries = [self._query(pair) for pair in pairs]
-        width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
-        places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
-        scale = code.spread(code.task.scale, self._lanes)
+        code, keys, lanes = self._code, self._keys, self._lanes
+        width = self._slots_at_once(len(pairs))
+        places, kind = range(0, width, lanes), ir.VectorType(I32, lanes)
         words_of_group = keys.num_bytes // WORD_BYTES * keys.group // keys.dim
         with code.loop(tile, code.least(tile + _TILE, self._end), width) as slot:
             scores = [self._scores_of(pair) + (slot - self._start) * 4 for pair in pairs]
             if keys.scale_bytes:
                 for to, place in product(scores, places):
-                    code.store(code.floats(0.0, self._lanes), to, place * 4)
+                    code.store(code.floats(0.0, lanes), to, place * 4)
             with code.loop(0, keys.dim // keys.group) as group:
                 at = self._words + (slot - tile) * WORD_BYTES
                 at = at + group * (words_of_group * _TILE * WORD_BYTES)
-                of_group = [query + group * (keys.group * 4) for query in queries]
 
-                def ask(word: Value, group: Value = group, slot: Value = slot) -> None:
-                    self._ask(group * words_of_group + word, slot - tile, width)
+                @contextmanager
+                def words(
+                    group: Value = group, slot: Value = slot, at: Value = at
+                ) -> Iterator[tuple[Value, list[Value]]]:
+                    with code.loop(0, words_of_group) as word:
+                        self._ask(group * words_of_group + word, slot - tile, width)
+                        start = at + word * (_TILE * WORD_BYTES)
+                        yield word, [code.load(start, to * WORD_BYTES, kind) for to in places]
 
-                sums = self._products_of_group(at, of_group, places, words_of_group, ask)
+                sums = self._products_of_group(pairs, group, len(places), words())
                 for to, of_pair in zip(scores, sums, strict=True):
                     for place, total in zip(places, of_pair, strict=True):
                         if keys.scale_bytes:
                             factors = self._factors + group * (_TILE * 4) + (slot - tile) * 4
-                            factor = code.load(factors, place * 4, kind) * scale
-                            total = code.load(to, place * 4, kind) + total * factor
-                        else:
-                            total = total * scale
+                            factor = code.load(factors, place * 4, total.type)
+                            total = code.load(to, place * 4, total.type) + total * factor
                         code.store(total, to, place * 4)
+
+    def _slots_at_once(self, num_pairs: int) -> int:
+        """Return for how many slots of a tile scores of so many pairs are written at once."""
+        return _TILE if num_pairs <= 2 or self._lanes > LANES else _TILE // 2
 
     def _products_of_group(
         self,
-        at: Value,
-        queries: Sequence[Value],
-        places: range,
-        num_words: int,
-        ask: Callable[[Value], None],
+        pairs: Sequence[Value],
+        group: Value,
+        count: int,
+        words: AbstractContextManager[tuple[Value, list[Value]]],
     ) -> list[list[Value]]:
-        """Return the products of a group of K's columns, [queries][places]."""
-        code, keys = self._code, self._keys
-        sums = [[code.variable(code.floats(0.0, self._lanes)) for _ in places] for _ in queries]
-        kind = ir.VectorType(I32, self._lanes)
-        with code.loop(0, num_words) as word:
-            ask(word)
-            words = [code.load(at, (word * _TILE + place) * WORD_BYTES, kind) for place in places]
+        """Return what a group of K's columns adds to scores but for its scales, [pairs][count].
+
+        `words` writes a loop over the words of a group, each as `count` vectors of slots.
+        """
+        code, keys, lanes = self._code, self._keys, self._lanes
+        if self._in_pairs:
+            queries = [self._queries + pair * (keys.dim * 2) for pair in pairs]
+        else:
+            queries = [self._query(pair) + group * (keys.group * 4) for pair in pairs]
+        sums = [[code.variable(code.floats(0.0, lanes)) for _ in range(count)] for _ in pairs]
+        with words as (word, vectors):
             if self._in_pairs:
                 for query, of_pair in zip(queries, sums, strict=True):
                     factors = load_pairs(code, query, word * WORD_BYTES)
-                    for of_place, total in zip(words, of_pair, strict=True):
+                    for of_place, total in zip(vectors, of_pair, strict=True):
                         total.set(add_products(code, total.get(), of_place, factors))
             else:
-                numbers = [keys.of_words(code, of_place) for of_place in words]
+                numbers = [keys.of_words(code, of_place) for of_place in vectors]
                 for of_places in zip(*numbers, strict=True):
                     column = word * keys.columns_of_word + of_places[0][0]
                     for query, of_pair in zip(queries, sums, strict=True):
-                        factor = code.spread(code.load(query, column * 4, F32), self._lanes)
+                        factor = code.spread(code.load(query, column * 4, F32), lanes)
                         for (_, number), total in zip(of_places, of_pair, strict=True):
                             total.set(total.get() + factor * number)
-        return [[total.get() for total in of_pair] for of_pair in sums]
+        scale = code.spread(code.task.scale * keys.unit, lanes)
+        return [[total.get() * scale for total in of_pair] for of_pair in sums]
 
     def _write_weights(self, pair: Value) -> None:
         """Turn a pair's scores into weights, and write their largest and their sum."""
@@ -409,7 +426,7 @@ class _Part:
         scores = self._scores_of(pair) - self._start * 4
         lanes, kind = self._lanes, ir.VectorType(F32, self._lanes)
         first, seen = self._first - self._first % lanes, self._seen(pair)
-        most = code.variable(code.floats(_HIDDEN, lanes))
+        most = code.variable(code.floats(HIDDEN, lanes))
         with code.loop(first, self._end, lanes) as slot:
             value = self._bounded(code.load(scores, slot * 4, kind), slot, *seen)
             code.store(value, scores, slot * 4)
@@ -444,12 +461,21 @@ class _Part:
         if self._form.has_softcap:
             cap = code.spread(code.task.softcap, count)
             scores = tanh(code, scores / cap) * cap
-        lanes, hidden = code.counting(count), code.floats(_HIDDEN, count)
+        return self._within_slots(scores, code.floats(HIDDEN, count), slot, first, end)
+
+    def _within_slots(
+        self, numbers: Value, others: Value, slot: Value, first: Value, end: Value
+    ) -> Value:
+        """Return numbers of slots from `slot` on, `others` of those outside [first, end)."""
+        code, count = self._code, self._lanes
+        lanes = code.counting(count)
         first, end = (
             code.spread(code.convert("trunc", at - slot, I32), count) for at in (first, end)
         )
-        scores = code.select(lanes < first, hidden, scores)
-        return code.select(lanes < end, scores, hidden)
+        return code.select(lanes < end, code.select(lanes < first, others, numbers), others)
+
+    def _write_all_sums(self) -> None:
+        self._each_few(self._write_sums_of_pairs if self._in_pairs else self._write_sums)
 
     def _write_sums(self, pairs: Sequence[Value]) -> None:
         """Write the pairs' sums of the part's values times their weights."""
@@ -515,55 +541,6 @@ class _Part:
                         code.store(vector, to, (column + part * PAIR_LANES) * 4)
 
 
-def _sides(stored: Stored | KvCode) -> tuple[Stored | NumberCode, Stored | NumberCode]:
-    """Return how keys and values lie in their pools."""
-    return (stored.keys, stored.values) if isinstance(stored, KvCode) else (stored, stored)
-
-
 def _pairs_at_once(group: int) -> tuple[int, ...]:
     """Return the numbers of pairs that are taken together: those of one row, where these fit."""
     return (group,) if 4 <= group <= _MOST_HEADS else _WIDE_FEW.get(group, _WIDE_FEW[1])
-
-
-@kernel("joining", AttentionTask)
-def joining_kernel(code: Code, form: AttentionForm) -> None:
-    """Write the kernel that joins a row's parts. Units: rows."""
-    record = code.task.record
-    row = code.unit
-
-    def of_row(place: Record) -> Value:
-        return code.load(code.load(record, 8 * place, I64), row * 8, I64)
-
-    first, stride, count = (
-        of_row(place) for place in (Record.RESULTS, Record.STRIDES, Record.COUNTS)
-    )
-    sums, stats = (code.load(record, 8 * place, I64) for place in (Record.SUMS, Record.STATS))
-    with code.loop(0, form.num_heads) as head:
-        most = code.variable(code.single(_HIDDEN))
-        if form.has_sinks:
-            most.set(code.load(code.task.sinks, head * 4, F32))
-        with code.loop(0, count) as part:
-            at = stats + ((first + part * stride) * form.num_heads + head) * 8
-            most.set(code.greatest(most.get(), code.load(at, 0, F32)))
-        out = code.task.out + (row * form.num_heads + head) * (form.value_dim * 4)
-        with code.loop(0, form.value_dim, LANES) as column:
-            code.store(code.floats(0.0), out, column * 4)
-        total = code.variable(code.floats(0.0))
-        if form.has_sinks:
-            sink = code.load(code.task.sinks, head * 4, F32) - most.get()
-            total.set(exp(code, code.spread(sink)))
-        with code.loop(0, count) as part:
-            number = (first + part * stride) * form.num_heads + head
-            at = stats + number * 8
-            share = exp(code, code.spread(code.load(at, 0, F32) - most.get()))
-            total.set(total.get() + share * code.spread(code.load(at, 4, F32)))
-            values = sums + number * (form.value_dim * 4)
-            with code.loop(0, form.value_dim, LANES) as column:
-                value = code.load(out, column * 4, F32S)
-                value = value + code.load(values, column * 4, F32S) * share
-                code.store(value, out, column * 4)
-        inverse = code.floats(1.0) / total.get()
-        with code.loop(0, form.value_dim, LANES) as column:
-            code.store(code.load(out, column * 4, F32S) * inverse, out, column * 4)
-        if isinstance(form.stored, KvCode) and form.stored.values.turns(form.value_dim):
-            write_turned(code, out, form.value_dim, group_size(form.value_dim))  # back

@@ -49,13 +49,18 @@ class HeadNumbers:
         return 0 if self._form is None else self.dim // self.group * SCALE_BYTES
 
     @property
+    def unit(self) -> float:
+        """What numbers of `of_words` are multiplied with, beside scales."""
+        return 1.0 if self._form is None else _UNITS.get(self._form, 1.0)
+
+    @property
     def columns_of_word(self) -> int:
         """How many columns a group's next word begins behind a word's first."""
         return 4 if self._form is not None else WORD_BYTES // (self.num_bytes // self.dim)
 
     def of_words(self, code: Code, words: Value) -> list[tuple[int, Value]]:
         """Return the numbers of a vector of words as floats, each with its column behind the
-        word's first. They are to be multiplied with what `load_scales` returns.
+        word's first. They are to be multiplied with `unit` and what `load_scales` returns.
         """
         if isinstance(self.stored, Stored):
             return list(enumerate(_floats_of_words(code, words, self.stored)))
@@ -70,14 +75,30 @@ class HeadNumbers:
             for index in range(8)
         ]
 
-    def load_scales(self, code: Code, heads: Sequence[Value]) -> list[Value]:
-        """Return for every group what its numbers of all heads are to be multiplied with; `heads`
-        are the addresses of scales.
+    @property
+    def has_bytes(self) -> bool:
+        """Whether `bytes_of_words` has bytes of the numbers, and 16 neighbours one scale."""
+        run = {Form.INT8: 16, Form.INT4: 32}
+        return self._form in run and self.dim % run[self._form] == 0
+
+    @property
+    def zero(self) -> int:
+        """The byte of `bytes_of_words` that stands for zero."""
+        return 128 if self._form is Form.INT8 else 8
+
+    def bytes_of_words(self, code: Code, words: Value) -> list[tuple[int, Value]]:
+        """Return whole numbers of a vector of words as words of four bytes without signs, each with
+        its column behind the word's first.
         """
+        if self._form is Form.INT8:
+            return [(0, words ^ -0x7F7F7F80)]
+        return [(half * self.group // 2, (words >> 4 * half) & 0x0F0F0F0F) for half in (0, 1)]
+
+    def load_scales(self, code: Code, heads: Sequence[Value]) -> list[Value]:
+        """Return every group's scales of all heads, whose addresses are `heads`."""
         num_groups = self.dim // self.group
-        unit = _UNITS.get(self._form, 1.0) if self._form else 1.0
         if num_groups % 2:
-            scales = [
+            return [
                 as_floats(
                     code,
                     code.gathered([code.load(at, index * SCALE_BYTES, I16) for at in heads]),
@@ -85,13 +106,11 @@ class HeadNumbers:
                 )
                 for index in range(num_groups)
             ]
-        else:
-            scales = [
-                scale
-                for _, word in words_of(code, heads, self.scale_bytes)
-                for scale in _floats_of_words(code, word, Stored.BFLOAT)
-            ]
-        return [scale * unit for scale in scales]
+        return [
+            scale
+            for _, word in words_of(code, heads, self.scale_bytes)
+            for scale in _floats_of_words(code, word, Stored.BFLOAT)
+        ]
 
     def lanes(self, most: int) -> int:
         """Return how many numbers `load_vectors` loads at once: all have one scale."""

@@ -37,7 +37,7 @@ from kvchat.model.decoder.decoder import (
 from kvchat.model.decoder.matrices import Matrix, Norm
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.cpu import attention, gates, norms, rotation
+from kvchat_kernels.cpu import attention_kernels, gates, norms, rotation
 from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.code import Kernel
 from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
@@ -459,8 +459,8 @@ class StepProgram:
             value_scales=value_scales,
         )
         self._of_parts.setdefault(kind, []).append(len(self._operations.all))
-        self._operations.add(attention.attention_kernel(form), task, 0)
-        self._operations.add(attention.joining_kernel(form), task, None)
+        self._operations.add(attention_kernels.attention_kernel(form), task, 0)
+        self._operations.add(attention_kernels.joining_kernel(form), task, None)
         if both is not None:
             self._add_heads(gates.heads_kernel(is_gate=True), spec, both, attended.floats)
         self._operations.products((layer.out,), attended, attended.floats, out)

@@ -58,19 +58,21 @@ class Scene:
         values = code.values.plain(self.kv.values, self.kv.value_scales)
         return paged_attention_reference(self.query, keys, values, self.sequences, self.scoring)
 
-    def compiled(self, num_threads: int = 1) -> torch.Tensor:
-        num_heads, num_kv_heads = self.query.shape[1], self.kv.keys.shape[2]
-        form = attention.AttentionForm(
-            num_heads,
-            num_kv_heads,
+    @property
+    def form(self) -> attention.AttentionForm:
+        return attention.AttentionForm(
+            self.query.shape[1],
+            self.kv.keys.shape[2],
             *self.kv.dims,
             self.kv.keys.shape[1],
             self.kv.code,
             self.softcap is not None,
             self.sinks is not None,
         )
+
+    def compiled(self, num_threads: int = 1) -> torch.Tensor:
         return attended(
-            form,
+            self.form,
             self.span,
             self.sequences,
             self.asked().flatten(1),
@@ -136,7 +138,38 @@ def scene(seed: int, widths: tuple[int, ...] = WIDTHS, code: KvCode = INT8) -> S
 def test_the_compiled_attention_is_that_of_the_formula(seed: int, code: KvCode) -> None:
     found = scene(seed, code=code)
 
-    assert torch.allclose(found.compiled(), found.exact(), atol=2e-5)
+    if found.form.in_bytes:
+        found = replace(found, query=in_16_bits(found))
+    error = (found.compiled() - found.exact()).abs().max()
+
+    # Each of a part's weights is right to a 65,278th of the largest of them, and there are 256.
+    assert error < (5e-4 if found.form.in_bytes else 2e-5)
+
+
+def in_16_bits(found: Scene) -> torch.Tensor:
+    """The queries as the compiled attention has them where it multiplies bytes."""
+    groups = found.asked().unflatten(-1, (-1, group_size(found.query.shape[-1])))
+    units = groups.abs().amax(-1, keepdim=True) / 32639
+    groups = (groups / units).round() * units
+    return (turned(groups) if found.kv.code.keys.turned else groups).flatten(-2)
+
+
+@pytest.mark.parametrize("code", [INT8, K8V4, INT4], ids=lambda code: code.name)
+def test_values_that_are_no_numbers_are_not_attended_as_such(code: KvCode) -> None:
+    """In the columns of their group, and of no sequence but their own."""
+    torch.manual_seed(0)
+    kv = zeroed_pools(5, 16, 1, 64, 64, code=code)
+    kv.write(torch.randn(64, 1, 64), torch.randn(64, 1, 64), torch.arange(64))
+    kv.value_scales[1, 3, 0, 1] = float("nan")
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    sequences = PagedSequences((1, 1), (32, 32), tables, 16)
+    found = Scene(kv, sequences, torch.randn(2, 2, 64), FULL, None, None)
+
+    out = found.compiled()
+
+    assert out[0, :, 32:].isnan().all()
+    assert out[0, :, :32].isfinite().all()
+    assert torch.allclose(out[1], found.exact()[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("form", Form)
@@ -177,8 +210,8 @@ def test_tables_with_positions_of_their_own_are_read_alike_by_both(name: str) ->
     query = turned(problem.query.unflatten(-1, (-1, 32))).flatten(-2)  # is turned back
     found = Scene(CodedKv(*parts), problem.sequences, query, span_of(case), None, None)
 
-    assert_exact(found.compiled(), problem, case)
     assert_exact(found.by_torch(), problem, case)
+    assert torch.allclose(found.compiled(), found.by_torch(), atol=1e-3)
 
 
 def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
@@ -198,11 +231,14 @@ def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
     assert torch.equal(again, found.by_torch())
 
 
+@pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
 @pytest.mark.parametrize("span", SPANS)
-def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span: AttentionSpan) -> None:
+def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(
+    span: AttentionSpan, code: KvCode
+) -> None:
     torch.manual_seed(1)
     count, end, heads = 16, 601, 3
-    kv = zeroed_pools(38, 16, 1, 64, 32)
+    kv = zeroed_pools(38, 16, 1, 64, 32, code=code)
     kv.write(torch.randn(608, 1, 64), torch.randn(608, 1, 32), torch.arange(608))
     tables, query = torch.arange(38).int()[None], torch.randn(count, heads, 64)
     rows = Scene(kv, PagedSequences((count,), (end,), tables, 16), query, span, None, None)
