@@ -40,6 +40,7 @@ PLANES = Layout(5, 32, torch.float16, False, True, zero=16)
 LOOKED_UP = Layout(4, 32, torch.float16, False, True, codes=tuple(range(-8, 8)))
 POINTS = replace(BYTES, grid=Grid("points", (1, 3, 5, 7), tuple(range(256)), 8, Signs.EVEN))
 HALVES = replace(PLANES, rounding=Rounding.HALVES)
+COARSE = replace(PLANES, rounding=Rounding.COARSE)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
 HEADS, HEADS_OF_FOUR = (
@@ -91,6 +92,10 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     "5 bits in bytes": (
         block_products.BlockProductTask,
         lambda code: block_products._write(code, HALVES, True, False),
+    ),
+    "5 bits in bytes, beside 8 bits": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, COARSE, True, False),
     ),
     "codes of 4 bits": (
         block_products.BlockProductTask,

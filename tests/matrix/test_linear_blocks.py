@@ -11,6 +11,7 @@ from kvchat_kernels.cpu.activation_rounding import rounding_kernel
 from kvchat_kernels.cpu.block_products import block_product_kernel
 from kvchat_kernels.cpu.block_rounding import weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import unpacking_kernel
+from kvchat_kernels.cpu.calls import multiplies_bytes
 from kvchat_kernels.cpu.object_cache import ObjectCache, object_cache
 from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.cpu.step import MANY_ROWS
@@ -36,7 +37,7 @@ from support.matrix import spread
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
 STEPPED = [(1, 256), (33, 4864), (16, 2304), (48, 768)]
 # Bits, columns of a block, type of the scales, whether there are minimums; whether activations
-# beside 4 bits have 8; what is subtracted from levels; what levels stand for.
+# have 8 bits; what is subtracted from levels; what levels stand for.
 Kind = (
     tuple[int, int, torch.dtype, bool]
     | tuple[int, int, torch.dtype, bool, bool]
@@ -70,10 +71,14 @@ KINDS: list[Kind] = [
     (4, 32, torch.float8_e8m0fnu, False, False, 0, CODES),
     (4, 16, torch.float8_e4m3fn, False, False, 0, CODES),
     (4, 16, torch.float32, False, False, 0, CODES),
+    (5, 32, torch.int8, True, True),
+    (6, 16, torch.int8, False, True, 32),
+    (4, 32, torch.float16, False, True, 0, CODES),
+    (2, 16, torch.uint8, False, True),
 ]
 _EACH = [(kind,) for kind in KINDS]
 # In these the bits, blocks, kinds of scales, minimums and roundings all occur.
-_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12, 13, 15, 17, 19)]
+_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12, 13, 15, 17, 19, 24, 25)]
 
 
 def random_blocks(
@@ -82,7 +87,7 @@ def random_blocks(
     block: int,
     dtype: torch.dtype,
     has_minimums: bool,
-    is_coarse: bool = False,
+    _is_coarse: bool = False,
     zero: int = 0,
     codes: tuple[int, ...] | None = None,
 ) -> BlockWeights:
@@ -104,10 +109,20 @@ def random_blocks(
         steps = torch.rand(num_out, num_in // 256, count).half() / 30
     return BlockWeights(
         *(bits, block, levels, scales, minimums, steps),
-        rounding=Rounding.BYTE if is_coarse else None,
         zero=zero,
         codes=codes,
     )
+
+
+def product_with(weights: BlockWeights, kind: Kind) -> BlockProduct:
+    product = BlockProduct(weights)
+    if is_coarse(kind):
+        product.round_coarsely()
+    return product
+
+
+def is_coarse(kind: Kind) -> bool:
+    return len(kind) > 4 and kind[4]
 
 
 def is_stepped(kind: Kind) -> bool:
@@ -152,7 +167,7 @@ def test_floats_of_8_bits_are_multiplied_as_they_are(num_rows: int, way: str) ->
 def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, way: str) -> None:
     for shape in STEPPED if is_stepped(kind) else SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
-        product = BlockProduct(weights)
+        product = product_with(weights, kind)
         rows = product.rounded(x)
 
         out = product.of_rows(rows)
@@ -167,7 +182,8 @@ def test_levels_are_the_same_numbers_as_bytes_and_as_16_bits(kind: Kind) -> None
     for shape in STEPPED if is_stepped(kind) else SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(MANY_ROWS + 1, shape[1])
         own = weights.layout.rounding
-        product, other = (BlockProduct(interleaved(weights, as_)) for as_ in (own, _other(own)))
+        roundings = (_other(own) if is_coarse(kind) else own, _other(own))
+        product, other = (product_with(interleaved(weights, as_), kind) for as_ in roundings)
 
         many, few, otherwise = product(x), product(x[:3]), other(x[:3])
 
@@ -176,7 +192,8 @@ def test_levels_are_the_same_numbers_as_bytes_and_as_16_bits(kind: Kind) -> None
 
 
 def _other(rounding: Rounding) -> Rounding:
-    return Rounding.HALVES if rounding is Rounding.SHORT else rounding
+    is_other = rounding is Rounding.SHORT and multiplies_bytes()
+    return Rounding.HALVES if is_other else rounding
 
 
 @pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
@@ -238,6 +255,7 @@ def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
         (Rounding.BYTES, 65000),
         (Rounding.HALVES, 65000),
         (Rounding.BYTE, 253),
+        (Rounding.COARSE, 253),
     ],
 )
 @pytest.mark.parametrize("width", [320, 32, 992])

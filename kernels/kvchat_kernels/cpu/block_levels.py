@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import I8, I16, I64, Code, Value, constant, has_feature
-from kvchat_kernels.linear.blocks import PLANES, WORD, Layout, Rounding
+from kvchat_kernels.linear.blocks import PLANES, WORD, Layout
 
 # The matrix of bits that gives the upper 4 bits of a byte: a row of 8 bits for each bit, the row of
 # the lowest in the highest byte.
@@ -43,7 +43,7 @@ def vectors_of(
     if layout.are_nibbles:
         (packed,) = stored
         return packed & 15, _high_bits(code, packed)
-    if layout.rounding is Rounding.HALVES:
+    if layout.rounding.is_beside_unsigned:
         if not layout.has_planes:
             (whole,) = stored
             return (whole ^ -SIGN,)
@@ -68,7 +68,7 @@ def as_shorts(code: Code, halves: Sequence[Value]) -> tuple[Value, ...]:
 
 def zero_of(layout: Layout) -> int:
     """Return how much too high the bytes without signs are that `vectors_of` returns."""
-    if layout.rounding is not Rounding.HALVES:
+    if not layout.rounding.is_beside_unsigned:
         return 0
     are_whole = layout.has_planes and layout.codes is None and layout.grid is None
     return layout.zero if are_whole else SIGN

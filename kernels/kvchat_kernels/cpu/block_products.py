@@ -80,13 +80,14 @@ class BlockProductTask(Task):
 
 
 @cache
-def block_product_kernel(layout: Layout, many_are_short: bool) -> Kernel[BlockProductTask]:
+def block_product_kernel(layout: Layout, is_read_once: bool) -> Kernel[BlockProductTask]:
     """Return the kernel that multiplies rows with an interleaved matrix. Units: chunks.
 
-    Activations are rounded as `layout.rounding` says; many, where `many_are_short`, to 16 bits.
+    Activations are rounded as `layout.rounding` says. The levels beside many are read once where
+    `is_read_once` (`many_rows.py`): the activations are bytes then, or all have 16 bits.
     """
     assert layout.is_interleaved, layout
-    forms = (layout, many_are_short, _is_wide_faster(layout.rounding is Rounding.BYTE))
+    forms = (layout, is_read_once, _is_wide_faster(layout.rounding.has_8_bits))
     return Kernel("block product", BlockProductTask, forms, lambda code: _write(code, *forms))
 
 
@@ -150,11 +151,11 @@ class _Pair:
 _Pairs = Sequence[Sequence[_Pair]]
 
 
-def _write(code: Code, layout: Layout, many_are_short: bool, is_wide: bool) -> None:
+def _write(code: Code, layout: Layout, is_read_once: bool, is_wide: bool) -> None:
     """Write all products of a unit."""
     start, end = code.chunk(code.task.num_out)
     few_counts = _counts(layout, is_wide)
-    if not many_are_short:
+    if not is_read_once:
         _write_few(code, layout, is_wide, start, end, few_counts)
         return
     are_many = has_many(code)

@@ -342,7 +342,7 @@ class TwoWeightRows:
 def _vectors_of_grid(
     code: Code, layout: Layout, records: Records, place: Place
 ) -> tuple[Value, ...]:
-    if layout.rounding is Rounding.HALVES:
+    if layout.rounding.is_beside_unsigned:
         return (records.numbers(place.words[0], SIGN),)
     return as_shorts(code, code.halves(_numbers_of_grid(code, layout, records, place)))
 
@@ -416,7 +416,7 @@ class ActivationRow:
         if part:
             first = first + self._code.task.num_blocks * COLUMNS
         loaded = self._load(self._x, first, kind)
-        if self._rounding is Rounding.HALVES:
+        if self._rounding.is_beside_unsigned:
             return (loaded,)
         return loaded, self._load(self._x, first + size * COLUMNS // 2, kind)
 
@@ -463,7 +463,7 @@ class ActivationRow:
 
 def row_bytes(num_in: int, rounding: Rounding) -> int:
     """Return the bytes of the levels of a row."""
-    return num_in * (1 if rounding is Rounding.BYTE else 2)
+    return num_in * (1 if rounding.has_8_bits else 2)
 
 
 def each_group(

@@ -75,16 +75,19 @@ def _multiply(product: Product, num_rows: int, num_weights: int, are_many: bool 
 
 def rounding_of(weights: BlockWeights, num_rows: int) -> Rounding:
     """Return how so many rows are rounded to be multiplied with an interleaved matrix."""
-    is_many = num_rows >= MANY_ROWS and weights.num_in // COLUMNS <= MOST_BLOCKS
     own = weights.layout.rounding
-    return Rounding.SHORT if is_many and many_are_short(own) else own
+    return Rounding.SHORT if _are_many(weights, num_rows) and many_are_short(own) else own
+
+
+def _are_many(weights: BlockWeights, num_rows: int) -> bool:
+    return num_rows >= MANY_ROWS and weights.num_in // COLUMNS <= MOST_BLOCKS
 
 
 def multiply_blocks(weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
     """Multiply rows, rounded as `rounding_of` or the layout says, with an interleaved matrix."""
-    own = weights.layout.rounding
-    are_many = rows.rounding is not own or rounding_of(weights, len(rows)) is Rounding.SHORT is own
-    assert rows.rounding is own or rows.rounding is rounding_of(weights, len(rows))
+    of_so_many = rounding_of(weights, len(rows))
+    assert rows.rounding in (weights.layout.rounding, of_so_many)
+    are_many = _are_many(weights, len(rows)) and rows.rounding is of_so_many
     num_weights = weights.num_out * weights.num_in
     _multiply(block_product(weights, rows, out), len(rows), num_weights, are_many)
 

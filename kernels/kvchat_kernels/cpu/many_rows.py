@@ -1,10 +1,10 @@
-"""Many rows of activations: the levels of the weights beside them are read once, as 16 bits.
+"""Many rows of activations: the levels of the weights beside them are read once.
 
 Reading levels from planes, and adding sums of high and low bytes, cost about as much as the
 products if each few rows do it again. So the levels of some rows of weights are written to memory
 that stays in the second cache, with their scales in float32, and multiplied with all rows of
-activations, which are 16 bits here (`Rounding.SHORT`), whatever few rows are. Both are the same
-numbers.
+activations. Beside activations of 8 bits levels are bytes; others are 16 bits here, and so are all
+activations (`Rounding.SHORT`), whatever few rows are. Both are the same numbers.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import Place
+from kvchat_kernels.cpu.block_levels import SIGN, Place
 from kvchat_kernels.cpu.block_rows import WeightRow, each_group, each_vector, vector_bytes
-from kvchat_kernels.cpu.code import F32, I16, Code, Value
+from kvchat_kernels.cpu.code import F32, I8, I16, Code, Value
 from kvchat_kernels.cpu.products import WEIGHT_ROWS
 from kvchat_kernels.cpu.step import MOST_BLOCKS
 from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, WORD, Layout, Rounding
@@ -25,15 +25,17 @@ _BLOCKS_READ = MOST_BLOCKS * WEIGHT_ROWS
 
 
 def layout_read(layout: Layout) -> Layout:
-    """Return the layout of levels that were read: 8 bits, multiplied as 16."""
-    return replace(layout, bits=8, zero=0, codes=None, grid=None, rounding=Rounding.SHORT)
+    """Return the layout of levels that were read: 8 bits, multiplied as 16 or as they are."""
+    rounding = Rounding.COARSE if layout.rounding.has_8_bits else Rounding.SHORT
+    return replace(layout, bits=8, zero=0, codes=None, grid=None, rounding=rounding)
 
 
 class Room:
     """Memory of some neighbouring rows of weights, where `are_pairs` two by two.
 
-    A pair has the halves of a vector of both rows side by side, and so on, and the scales of a
-    group of the one, then those of the other. The last rows, fewer than four, lie alone.
+    A pair has the pieces of both rows by turns, and the scales of a group of the one, then those of
+    the other. A piece is a vector of bytes, or half of one whose levels have 16 bits. The last
+    rows, fewer than four, lie alone.
     """
 
     def __init__(self, code: Code, layout: Layout, are_pairs: bool) -> None:
@@ -42,7 +44,9 @@ class Room:
         self._read_layout = layout_read(layout)
         self._are_pairs = are_pairs
         self._num_parts = COLUMNS // layout.part
-        self._levels = code.room(_BLOCKS_READ * COLUMNS * _SHORT_BYTES)
+        self._are_bytes = self._read_layout.rounding is Rounding.COARSE
+        self._level_bytes = 1 if self._are_bytes else _SHORT_BYTES
+        self._levels = code.room(_BLOCKS_READ * COLUMNS * self._level_bytes)
         float_bytes = _BLOCKS_READ * self._num_parts * _FLOAT_BYTES
         self._scales = code.room(float_bytes)
         self._minimums = code.room(float_bytes) if layout.has_minimums else None
@@ -66,13 +70,20 @@ class Room:
 
     def vectors(
         self, row: Value, num_rows: int, index: Value, size: int, place: Place
-    ) -> tuple[Value, Value]:
-        """Load the halves of a vector, as `WeightRow.vectors` has them."""
+    ) -> tuple[Value, ...]:
+        """Load the pieces of a vector, as `WeightRow.vectors` has them."""
         at = row * self._row_columns + (index * COLUMNS + place.start) * num_rows
-        half = vector_bytes(self._read_layout, size) // 2 * num_rows
-        kind, address = ir.VectorType(I16, half), at * _SHORT_BYTES
+        count = self._piece(size) * num_rows
+        address = at * self._level_bytes
+        if self._are_bytes:
+            return (self._code.load(self._levels, address, ir.VectorType(I8, count)),)
+        kind = ir.VectorType(I16, count)
         first = self._code.load(self._levels, address, kind)
-        return first, self._code.load(self._levels, address + half * _SHORT_BYTES, kind)
+        return first, self._code.load(self._levels, address + count * _SHORT_BYTES, kind)
+
+    def _piece(self, size: int) -> int:
+        """Return how many levels of a row lie together in a group of `size` blocks."""
+        return vector_bytes(self._read_layout, size) // self._level_bytes
 
     def factors(
         self, are_scales: bool, row: Value, num_rows: int, index: Value, size: int, part: int
@@ -114,12 +125,12 @@ class Room:
         whole_row = WeightRow(code, as_a_whole, number)  # of blocks whose halves lie together
         for index, size in each_group(code, code.task.num_blocks, layout):
             row.prefetch(index, size)
-            half = vector_bytes(self._read_layout, size) // 2
+            piece = self._piece(size)
             for places in each_vector(code, as_a_whole, size, 0):
                 for place in places:
                     for start, levels in self._levels_of(whole_row, index, size, place):
                         at = first * self._row_columns + (index * COLUMNS + start) * num_rows
-                        self._store(levels, at + side * half, num_rows, half)
+                        self._store(levels, at + side * piece, num_rows, piece)
             for part in range(self._num_parts):
                 at = self._place_of_factors(first, index, part * size, num_rows)
                 at = at + side * (size * _FLOAT_BYTES)
@@ -143,16 +154,17 @@ class Room:
             parts = [code.chain(row.stored(index, size, place))]
         for number, levels in enumerate(parts):
             start = place.start + number * (size * COLUMNS // 2) if number else place.start
-            are_by_twos = layout.rounding is Rounding.SHORT
-            yield start, levels if are_by_twos else _by_twos(code, levels, size)
+            is_in_order = self._are_bytes or layout.rounding is Rounding.SHORT
+            yield start, levels if is_in_order else _by_twos(code, levels, size)
 
-    def _store(self, levels: Value, at: Value, num_rows: Value, half: int) -> None:
-        """Store bytes as 16 bits, `half` of a vector after another."""
-        code, kind = self._code, ir.VectorType(I16, half)
-        for number in range(levels.type.count // half):
-            part = code.picked(levels, range(number * half, (number + 1) * half))
-            place = (at + num_rows * (number * half)) * _SHORT_BYTES
-            code.store(code.convert("sext", part, kind), self._levels, place)
+    def _store(self, levels: Value, at: Value, num_rows: Value, piece: int) -> None:
+        """Store bytes with signs as 16 bits, or as bytes without signs, a piece after another."""
+        code, kind = self._code, ir.VectorType(I16, piece)
+        for number in range(levels.type.count // piece):
+            part = code.picked(levels, range(number * piece, (number + 1) * piece))
+            place = (at + num_rows * (number * piece)) * self._level_bytes
+            stored = part ^ -SIGN if self._are_bytes else code.convert("sext", part, kind)
+            code.store(stored, self._levels, place)
 
 
 class ReadRow:

@@ -55,7 +55,7 @@ def many_are_short(rounding: Rounding) -> bool:
 
     Beside tiles the lanes of a sum have the columns that a tile's have.
     """
-    return rounding is Rounding.SHORT if has_tiles() else rounding is not Rounding.BYTE
+    return rounding is Rounding.SHORT if has_tiles() else not rounding.has_8_bits
 
 
 def block_product(
@@ -77,9 +77,11 @@ def block_product(
     chunk = unit_rows(num_out, weights.levels.shape[1])
     layout = weights.layout
     # Whole levels beside 16 bits are read as fast by each tile, and one row is faster without it.
-    gains = layout.has_planes or layout.rounding is not Rounding.SHORT
-    are_short = many_are_short(layout.rounding) and gains and not is_tiled
-    kernel: Kernel[Any] = block_product_kernel(weights.layout, are_short)
+    # So are nibbles beside 8 bits.
+    is_short = many_are_short(layout.rounding)
+    gains = layout.has_planes or (is_short and layout.rounding is not Rounding.SHORT)
+    is_read_once = gains and (is_short or layout.rounding.has_8_bits) and not is_tiled
+    kernel: Kernel[Any] = block_product_kernel(weights.layout, is_read_once)
     new_task: Callable[..., BlockProductTask] = BlockProductTask
     if is_tiled:
         chunk += -chunk % TILE_ROWS  # rows of a unit are whole tiles

@@ -152,7 +152,7 @@ def _rounded_bytes(code: Code, index: Value, rounding: Rounding) -> list[Value]:
 
 
 def _bytes_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
-    if rounding is Rounding.BYTE:
+    if rounding.has_8_bits:
         return [levels]
     shift = constant(8, levels.type)
     return [Value(code, code.builder.ashr(levels.raw, shift)), levels]
@@ -180,7 +180,7 @@ class _Product:
         self._code = code
         self._layout = layout
         self._has_bias = has_bias
-        self._parts = 1 if layout.rounding is Rounding.BYTE else 2
+        self._parts = 1 if layout.rounding.has_8_bits else 2
         self._halves = COLUMNS // layout.part
         self._num_blocks = code.task.num_blocks
         self._num_groups = self._num_blocks // LANES

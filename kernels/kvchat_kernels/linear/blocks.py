@@ -43,12 +43,15 @@ class Rounding(Enum):
     HALVES  the same with the sums of halves of blocks, beside weights whose levels are multiplied
             as bytes without signs
     BYTE    8 bits, beside weights of 4 bits without codes in a large model
+    COARSE  8 bits with the sums of halves of blocks, beside other weights of up to 6 bits in a
+            large model, whose levels are multiplied as bytes without signs
     """
 
     SHORT = "16 bits"
     BYTES = "two bytes"
     HALVES = "two bytes and sums of halves"
     BYTE = "8 bits"
+    COARSE = "8 bits and sums of halves"
 
     @property
     def num_parts(self) -> int:
@@ -63,14 +66,23 @@ class Rounding(Enum):
     def most(self) -> float:
         """The largest level. Both parts of a level in bytes are at most 127.
 
-        That of 16 bits is the same: so weights of one file give the same numbers on every
+        Those of 16 bits are the same: so weights of a small model give the same numbers on every
         processor.
         """
-        return 127.0 if self is Rounding.BYTE else 127.0 * 257
+        return 127.0 if self.has_8_bits else 127.0 * 257
 
     @property
     def has_sums_of_halves(self) -> bool:
-        return self in (Rounding.SHORT, Rounding.HALVES)
+        return self in (Rounding.SHORT, Rounding.HALVES, Rounding.COARSE)
+
+    @property
+    def has_8_bits(self) -> bool:
+        return self in (Rounding.BYTE, Rounding.COARSE)
+
+    @property
+    def is_beside_unsigned(self) -> bool:
+        """Whether the weights' levels are multiplied as bytes without signs."""
+        return self in (Rounding.HALVES, Rounding.COARSE)
 
 
 @dataclass(frozen=True, slots=True)

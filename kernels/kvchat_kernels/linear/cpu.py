@@ -52,9 +52,16 @@ class BlockProduct:
         return self  # nothing changes it once it multiplies
 
     def round_coarsely(self) -> None:
-        """Round activations to 8 bits beside weights of 4 from now on; before the first product."""
-        if self.weights.layout.are_nibbles:
+        """Round activations to 8 bits from now on; before the first product.
+
+        Weights of 7 bits or more keep what they have, and so do processors that multiply levels of
+        other bits than 4 as 16 bits: there it would not be faster.
+        """
+        layout = self.weights.layout
+        if layout.are_nibbles:
             self.weights = replace(self.weights, rounding=Rounding.BYTE)
+        elif layout.rounding is Rounding.HALVES and layout.has_planes:
+            self.weights = replace(self.weights, rounding=Rounding.COARSE)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""

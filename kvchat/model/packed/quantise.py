@@ -44,8 +44,8 @@ from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct, rounded
 _KEPT_SHARE_TOLD = 0.1
 # A layer of a recurrent model makes few numbers if it makes one of so many inputs, or fewer.
 _FEW_OUTPUTS = 16
-# A model of no more packed weights has activations of 16 bits beside weights of 4.
-_MOST_EXACT_WEIGHTS = 1 << 29
+# A model of no more packed weights has activations of 16 bits.
+_MOST_EXACT_WEIGHTS = 400_000_000
 
 
 class DevicePack:
@@ -211,9 +211,10 @@ def unpacked_rows(weights: BlockWeights, rows: torch.Tensor) -> torch.Tensor:
 
 
 def round_activations(module: nn.Module) -> None:
-    """Choose how exact activations are beside weights of 4 bits on a CPU: 8 bits in large models.
+    """Choose how exact activations are beside weights of 2 to 6 bits on a CPU: 8 in large models.
 
-    With 16 bits a prompt takes up to 1.5 times as long, and small models need them: see `Rounding`.
+    With 16 bits a prompt takes up to 1.5 times as long. Small models need them: 8 change 3 % of the
+    likeliest tokens in one of 135 M weights (KL 0.0022), and 1 % in one of 494 M (KL 0.0005).
     """
     products = [pack for pack in map(pack_of, module.modules()) if isinstance(pack, BlockProduct)]
     for experts in map(expert_packs_of, module.modules()):

@@ -98,6 +98,22 @@ def test_points_are_looked_up_in_products(name: str) -> None:
     assert_products(name)
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_points_are_multiplied_with_activations_of_8_bits(name: str) -> None:
+    """As in large models; 20 rows share one reading of the points."""
+    weights = random_weights(name, 7, 2304)
+    product, exact = BlockProduct(weights), dequantised(weights).double()
+    product.round_coarsely()
+    x = torch.randn(20, 2304, generator=torch.Generator().manual_seed(1))
+    rows = product.rounded(x)
+
+    found = product(x)
+
+    meant = rows.values().double() @ exact.t()
+    assert (found - meant).norm() <= 1e-5 * meant.norm()
+    assert torch.equal(found[:3], product(x[:3]))
+
+
 @pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3"])
 def test_points_are_looked_up_on_older_processors(level: str) -> None:
     if level == "x86-64-v3" and not has_feature("avx2"):

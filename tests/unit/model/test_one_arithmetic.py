@@ -17,6 +17,7 @@ from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model, read_plain_module
 from kvchat.model.packed.quantise import pack_of, round_activations
 from kvchat.model.paged_model import PagedModel
+from kvchat_kernels.cpu.calls import multiplies_bytes
 from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
@@ -70,11 +71,24 @@ def logits(
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q8_0", "BF16"])
+@pytest.mark.parametrize(
+    ("kind", "is_large"),
+    [
+        ("Q4_1", False),
+        ("Q4_K", False),
+        ("Q8_0", False),
+        ("BF16", False),
+        ("Q4_K", True),
+        ("Q5_0", True),
+        ("Q6_K", True),
+    ],
+)
 def test_a_prompt_its_cached_rows_and_an_answer_are_the_same_numbers(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvchat.model.cpu.compiled_step.is_fast_by_torch", lambda dtype: False)
+    if is_large:
+        monkeypatch.setattr("kvchat.model.packed.quantise._MOST_EXACT_WEIGHTS", 1000)
     loaded = of_file(tmp_path, kind)
 
     cold = logits(loaded, [len(IDS)])
@@ -115,15 +129,29 @@ def test_norms_and_biases_are_the_files_own_numbers(tmp_path: Path) -> None:
     assert loaded.module.get_parameter(f"{name}.self_attn.q_proj.bias").dtype == torch.bfloat16
 
 
-def test_activations_of_large_models_have_8_bits_beside_weights_of_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("file_format", "exact", "coarse"),
+    [
+        ("Q4_1", Rounding.BYTES, Rounding.BYTE),
+        ("Q5_0", Rounding.HALVES, Rounding.COARSE),
+        ("Q8_0", Rounding.HALVES, Rounding.HALVES),
+    ],
+)
+def test_activations_of_large_models_have_8_bits_beside_weights_of_fewer(
+    file_format: str,
+    exact: Rounding,
+    coarse: Rounding,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small models need 16: SmolLM2 changed 2 % of its likeliest tokens without them."""
-    loaded = of_file(tmp_path, "Q4_1")
+    if not multiplies_bytes() and exact is Rounding.HALVES:
+        exact = coarse = Rounding.SHORT
+    loaded = of_file(tmp_path, file_format)
     layer = loaded.module.get_submodule("model.layers.0.mlp.down_proj")
-    assert pack_of(layer).weights.layout.rounding is Rounding.BYTES
+    assert pack_of(layer).weights.layout.rounding is exact
 
     monkeypatch.setattr("kvchat.model.packed.quantise._MOST_EXACT_WEIGHTS", 1000)
     round_activations(loaded.module)
 
-    assert pack_of(layer).weights.layout.rounding is Rounding.BYTE
+    assert pack_of(layer).weights.layout.rounding is coarse
