@@ -212,19 +212,17 @@ def engine_around(
     """Build pools, cache and engine for a loaded model; a model serves one engine at a time.
 
     `reads_before`: a drafter goes on from hidden states, `()` the last ones or those before these
-    layers, which steps keep then.
+    layers, which steps keep then, while drafts are on.
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     short = step_tokens(loaded.spec, loaded.device)
     most = engine_config.max_step_tokens or most_step_tokens(loaded, short, cache_config)
     cache, runner = _cache_and_runner(loaded, cache_config, engine_config, most)
-    if reads_before is not None:
-        runner.keep_hidden(reads_before)
     chain = new_chain(loaded, cache, cache_config, memory)
     rate = chain.planner.prefill
     short = min(most, step_tokens(loaded.spec, loaded.device, rate.tokens_per_s))
-    return Engine(
+    engine = Engine(
         runner=runner,
         cache=cache,
         max_context=loaded.max_context,
@@ -238,6 +236,9 @@ def engine_around(
         key_rotations=partial(possible_rotations, loaded),
         trace=new_trace(loaded, engine_config, memory),
     )
+    if reads_before is not None:
+        runner.keep_hidden(reads_before, lambda: engine.speculation.is_on)
+    return engine
 
 
 def new_trace(loaded: LoadedModel, config: EngineConfig, memory: Memory) -> RequestTrace | None:

@@ -34,6 +34,7 @@ from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.hidden_rows import collecting
+from kvchat.model.last_hidden import LastHidden
 from kvchat.model.observed_kv import Observer, observing
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
@@ -80,13 +81,15 @@ class Runner:
         self._threads = threads
         # Of the last step of requests, where the model keeps them: [num_rows, hidden] each.
         self.last_hidden: dict[ScheduledRequest, torch.Tensor] = {}
+        self._wants_hidden: Callable[[], bool] = lambda: False
 
-    def keep_hidden(self, before: tuple[int, ...] = ()) -> None:
+    def keep_hidden(self, before: tuple[int, ...], is_wanted: Callable[[], bool]) -> None:
         """From now on, keep the last hidden states of each step of requests in `last_hidden`, or
-        the streams before these layers.
+        the streams before these layers; none of steps before which `is_wanted` is false.
         """
         assert not self.has_graphs
         self._model.keep_hidden(before)
+        self._wants_hidden = is_wanted
 
     @property
     def can_observe(self) -> bool:
@@ -130,18 +133,26 @@ class Runner:
         pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
         if is_unwanted is not None and self._threads is not None:
             is_unwanted = self._threads.watching(is_unwanted)
-        self._drop_hidden()
+        self._begin_hidden()
         with self.stopping(is_unwanted):
             logits = self.run_pieces(pieces)
-        if self._model.hidden is not None and plan:
-            rows = self._model.hidden.take().split([len(piece.token_ids) for piece in pieces])
+        if (hidden := self._hidden) is not None and plan:
+            rows = hidden.take().split([len(piece.token_ids) for piece in pieces])
             self.last_hidden = dict(zip(plan, rows, strict=False))
         return logits
 
-    def _drop_hidden(self) -> None:
+    def _begin_hidden(self) -> None:
+        """Drop the hidden states of the step before, and keep this one's where they are wanted."""
         self.last_hidden = {}
         if self._model.hidden is not None:
             self._model.hidden.clear()
+            self._model.collect_hidden(is_on=self._wants_hidden())
+
+    @property
+    def _hidden(self) -> LastHidden | None:
+        """The hidden states of the step, None where they are not wanted."""
+        hidden = self._model.hidden
+        return hidden if hidden is not None and hidden.is_on else None
 
     def stopping(self, is_unwanted: Callable[[], bool] | None) -> AbstractContextManager[None]:
         """Let the block's steps be abandoned, as `run` says; None lets none be."""

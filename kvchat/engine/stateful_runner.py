@@ -65,7 +65,7 @@ class StatefulRunner(Runner):
                 self._cache.save_state(table)
         rows: list[list[torch.Tensor]] = [[] for _ in plan]
         hidden: list[list[torch.Tensor]] = [[] for _ in plan]
-        self._drop_hidden()
+        self._begin_hidden()
         try:
             with self.stopping(is_unwanted):
                 for group in groups:
@@ -79,7 +79,7 @@ class StatefulRunner(Runner):
             for table in tables:
                 self._cache.restore_state(table)
             raise
-        if self._model.hidden is not None:
+        if self._hidden is not None:
             self.last_hidden = {s: torch.cat(found) for s, found in zip(plan, hidden, strict=True)}
         logits = torch.cat([part for of_request in rows for part in of_request])
         if not len(logits):
@@ -88,9 +88,9 @@ class StatefulRunner(Runner):
 
     def _hidden_of(self, group: Sequence[_Part]) -> Sequence[torch.Tensor]:
         """Return the last hidden states of the parts that have just run; none if none are kept."""
-        if self._model.hidden is None:
+        if self._hidden is None:
             return ()
-        return self._model.hidden.take().split([len(part.piece.token_ids) for part in group])
+        return self._hidden.take().split([len(part.piece.token_ids) for part in group])
 
     def _parts_of(self, index: int, scheduled: ScheduledRequest, state: StateBuffer) -> list[_Part]:
         """Return one request's tokens and drafts, divided where a snapshot is wanted."""

@@ -4,6 +4,7 @@ They are the last ones, normed as the model's own head reads them, or the stream
 layers, side by side. Only a model that is asked to keeps them.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,17 +22,36 @@ class LastHidden:
         """
         decoder = module.get_decoder()
         self._norm = decoder.norm
+        self._places = [*decoder.layers, self._norm]
         self._rows: list[torch.Tensor] = []
         self._before = before
         self._streams: dict[int, torch.Tensor] = {}
-        if not before:
-            self._norm.register_forward_hook(self._add_normed)
+        self._hooks: list[Any] = []
+        self.switch(is_on=True)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows are collected."""
+        return bool(self._hooks)
+
+    def switch(self, *, is_on: bool) -> None:
+        """Collect rows from now on, or none."""
+        if is_on == self.is_on:
             return
-        places = [*decoder.layers, self._norm]
-        for index in sorted({*before} - {len(places) - 1}):
-            places[index].register_forward_pre_hook(self._noting(index), with_kwargs=True)
-        self._norm.register_forward_pre_hook(self._noting(len(places) - 1), with_kwargs=True)
-        self._norm.register_forward_pre_hook(self._add_noted)
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._hooks = list(self._hooked()) if is_on else []
+
+    def _hooked(self) -> Iterator[Any]:
+        """Yield the handles of hooks, which are there from then on."""
+        if not self._before:
+            yield self._norm.register_forward_hook(self._add_normed)
+            return
+        last = len(self._places) - 1
+        for index in (*sorted({*self._before} - {last}), last):
+            place = self._places[index]
+            yield place.register_forward_pre_hook(self._noting(index), with_kwargs=True)
+        yield self._norm.register_forward_pre_hook(self._add_noted)
 
     def _add_normed(self, norm: Any, inputs: Any, output: torch.Tensor) -> None:
         self._rows.append(output.reshape(-1, output.shape[-1]))

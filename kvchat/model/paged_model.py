@@ -91,8 +91,14 @@ class PagedModel:
         self.hidden = LastHidden(self._module, before)
         if self.compiled is not None and self.loaded.compiled is not None and before:
             self.compiled = self.loaded.compiled.step_over(*self._storage, before)
+        self.collect_hidden(is_on=True)
+
+    def collect_hidden(self, *, is_on: bool) -> None:
+        """Collect hidden states from now on, or none; after `keep_hidden`."""
+        assert self.hidden is not None
+        self.hidden.switch(is_on=is_on)
         if self.compiled is not None:
-            self.compiled.watch = self.hidden.add_stream
+            self.compiled.watch = self.hidden.add_stream if is_on else None
 
     @property
     def device(self) -> torch.device:

@@ -87,7 +87,7 @@ class CompiledStep:
         self._num_rows = (0, 0)  # of activations and of logits, that the headers are set for
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         # Called with the streams that are watched, side by side, or that before the last norm; the
-        # next step overwrites them.
+        # next step overwrites them. None: nothing is copied.
         self.watch: Callable[[torch.Tensor], None] | None = None
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
@@ -259,7 +259,8 @@ class CompiledStep:
             for kind, of_kind in parts.parts.items()
         ]
         num_sequences = len(sequences.query_lens)
-        prepared = (num_rows, num_logits, num_sequences, self.most_ids, *num_jobs)
+        is_watched = self.watch is not None
+        prepared = (num_rows, num_logits, num_sequences, self.most_ids, is_watched, *num_jobs)
         if self._prepared != prepared:
             self._prepare(num_rows, num_logits, num_sequences, num_jobs)
             self._prepared = prepared
@@ -273,6 +274,8 @@ class CompiledStep:
         for (kind, of_kind), count in zip(parts.parts.items(), num_jobs, strict=True):
             units[parts.of_parts[kind]] = count * of_kind.num_kv_heads
         units[parts.of_rows] = num_rows
+        if self.watch is None:
+            units[parts.of_watched] = 0
         units[parts.of_picked] = num_logits
         units[parts.of_sequences] = parts.sequence_units * num_sequences
         units[parts.of_head] = self._head_units() if num_logits else 0

@@ -146,6 +146,7 @@ class StepProgram:
         """
         self._decoder = decoder
         self._watched = watched
+        self.of_watched: list[int] = []
         self._pools = pools
         self._windowed = windowed
         table: Any = decoder.embedding.weight
@@ -227,6 +228,7 @@ class StepProgram:
 
     def _watch(self, index: int) -> None:
         if index in self._watched:
+            self.of_watched.append(len(self._operations.all))
             self._copy_stream(f"stream before {index}")
 
     def watched_rows(self, num_rows: int) -> torch.Tensor:

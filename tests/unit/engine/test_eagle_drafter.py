@@ -145,6 +145,36 @@ def test_answers_are_those_without_drafts(target: tuple[object, Path], tmp_path:
         engine.close()
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_nothing_is_kept_while_drafts_are_off(is_compiled: bool, tmp_path: Path) -> None:
+    """Streams were copied in every step of a model with a head."""
+    model = tiny_model("llama")
+    directory = save_checkpoint(tmp_path / "target", model)
+    write_eagle(tmp_path / "head", model)
+    engine = build(directory, tmp_path / "head").engine
+    engine.speculation._policy = FixedDraftPolicy(3)
+    paged = engine._runner._model
+    if not is_compiled:
+        paged.compiled = None
+    hooks = [layer._forward_pre_hooks for layer in paged._module.get_decoder().layers]
+
+    engine.speculation.switch(Mode.OFF)
+    if is_compiled:
+        copy = paged.compiled._parts._operations.output("stream before 1", 64)
+        copy.fill_(torch.nan)
+    plain = answer(engine, words(50, seed=1), 20)
+    assert not engine._runner.last_hidden
+    assert not any(hooks)
+    if is_compiled:
+        assert copy.isnan().all()
+
+    engine.speculation.switch(Mode.DRAFT)
+    assert answer(engine, words(50, seed=1), 20) == plain
+    assert engine.speculation.status().total.num_verified
+    assert not engine.speculation.failures
+    engine.close()
+
+
 def test_requests_at_once_have_the_answers_of_each(tmp_path: Path) -> None:
     model = tiny_model("llama")
     directory = save_checkpoint(tmp_path / "target", model)
