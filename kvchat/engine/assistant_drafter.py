@@ -53,7 +53,7 @@ class AssistantDrafter:
         table, most = request.table, min(most, _MOST_DRAFTED)
         if table is None or table.positions is not None or most < 1 or not end:
             return None
-        return Offer(self.name, most, is_free=False) if end == len(request.ids) - 1 else None
+        return Offer("head", most, is_free=False) if end == len(request.ids) - 1 else None
 
     def prepare(self) -> None:
         """There is nothing to prepare."""

@@ -237,7 +237,7 @@ def choose_lengths(
 _VERIFY_SLOPE, _DRAFT_SLOPE = 0.05, 1.0
 _PRIOR = 0.6
 # A head was trained for this model: a few wrong guesses at first are bad luck. By source of drafts.
-_OTHER_PRIORS = {"mtp": (0.75, 6)}
+_OTHER_PRIORS = {"head": (0.75, 6)}
 _NUM_PLAIN_FIRST = 2
 # The first drafts of a process do one-time work too: the cost of drafting counts as unknown before
 # this many.

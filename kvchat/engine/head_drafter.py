@@ -115,7 +115,7 @@ class HeadDrafter:
         most = min(most, self._model.most_guesses, self._max_context - len(request.ids))
         if state is None or most < 1 or state.end != len(request.ids) - 1:
             return None
-        return Offer(self.name, most, is_free=False) if len(state.hidden) else None
+        return Offer("head", most, is_free=False) if len(state.hidden) else None
 
     def prepare(self) -> None:
         """There is nothing to prepare."""

@@ -26,6 +26,7 @@ from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import stored_names
 from kvchat.model.loader import IN_BLOCKS, LoadedModel
 from kvchat.model.next_head import HeadModel, JoinedEmbedding
+from kvchat.model.packed.quantise import pack_of
 from kvchat.model.paged_model import KvLayers
 from kvchat.model.part_loader import Part, files_limit, load_part
 
@@ -104,7 +105,9 @@ class _PairNorm(nn.Module):
 
     def fused(self, streams: torch.Tensor) -> torch.Tensor:
         """Return hidden states [rows, hidden] of streams side by side."""
-        streams = streams.to(self.fuse.weight.dtype)
+        # What is packed takes float32: each operator of torch between took 0.05 ms here.
+        is_packed = pack_of(self.fuse) is not None
+        streams = streams.float() if is_packed else streams.to(self.fuse.weight.dtype)
         out: torch.Tensor = self.fuse(streams if self.norm is None else self.norm(streams))
         return out
 
@@ -121,6 +124,7 @@ class EagleModel(HeadModel):
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
         super().__init__(loaded, pools)
         self._before: Any = loaded.module.get_decoder().layers[0].input_layernorm
+        self._out = torch.empty(0, loaded.spec.vocab_size)
 
     @torch.inference_mode()
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,10 +136,15 @@ class EagleModel(HeadModel):
         """Does nothing: the head knows frequent tokens only."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return logits of the model's vocabulary, -inf of tokens that the head does not know."""
+        """Return logits of the model's vocabulary, -inf of tokens that the head does not know.
+
+        The next call overwrites them: they are several times as many as the head's own.
+        """
         logits = super().forward(batch)
-        shape = len(logits), self.loaded.spec.vocab_size
-        out = torch.full(shape, -torch.inf, dtype=torch.float32)
+        if len(logits) > len(self._out):
+            shape = len(logits), self._out.shape[1]
+            self._out = torch.full(shape, -torch.inf, dtype=torch.float32)
+        out = self._out[: len(logits)]
         out[:, self._before.places] = logits
         return out
 

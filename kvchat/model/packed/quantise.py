@@ -67,7 +67,9 @@ class PackedForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., in_features]; a step in a prompt's middle asks the head for no row."""
-        flat = pad(x.reshape(-1, x.shape[-1]).float(), [0, self._missing])
+        flat = x.reshape(-1, x.shape[-1]).float()
+        if self._missing:
+            flat = pad(flat, [0, self._missing])
         out = self.pack(flat)
         out = out if self._bias is None else out.add_(self._bias)
         return out.to(x.dtype).view(*x.shape[:-1], self.pack.weights.num_out)

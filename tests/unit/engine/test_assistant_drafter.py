@@ -96,6 +96,7 @@ def test_answers_are_those_without_drafts(pair: tuple[WithAssistant, Path], tmp_
         engine.speculation.switch(Mode.DRAFT)
         assert answer(engine, prompt, 16, heat, num_samples) == plain
         assert engine.speculation.status().total.num_verified
+        assert engine.speculation._policy.sources == {"head"}  # it was trained for the model
         assert not engine.speculation.failures
         context = [*prompt, *plain[0]]
         engine.close()

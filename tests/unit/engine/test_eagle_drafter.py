@@ -221,6 +221,7 @@ def test_a_head_that_guesses_right_is_accepted(
     answer(engine, words(20, seed=1), 40)
     total = engine.speculation.status().total
     assert total.num_accepted == total.num_drafted > 20
+    assert engine.speculation._policy.sources == {"head"}  # it was trained for the model
     engine.close()
 
 
