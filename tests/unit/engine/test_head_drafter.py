@@ -231,7 +231,7 @@ def test_a_head_whose_guesses_are_refused_computes_nothing(tmp_path: Path) -> No
             num_ran = len(ran)
         elif len(plain) == 100:
             assert len(ran) == num_ran
-            assert all(len(state.hidden) <= 64 for state in drafter._states.values())
+            assert all(state.num_hidden <= 64 for state in drafter._states.values())
             policy._num_tokens = 2
     assert len(ran) > num_ran
     assert engine.speculation.status().total.num_verified > 10
