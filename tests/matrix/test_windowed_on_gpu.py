@@ -5,6 +5,7 @@ The plain twin keeps everything. Recorders take the place of graphs
 (tests/support/late_runner.py). Each chat passes its window of 8 tokens ten times.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from support.fused_models import load_fused
 from support.graph_recorder import Recorder
 from support.interpreter import Interpreter
 from support.late_runner import LateRunner
+from support.matrix import spread
 from support.memory_tier import MemoryTier
 from support.specimens import cache_and_runner, engine_on, random_ids
 
@@ -40,7 +42,7 @@ SAMPLED = SamplingParams(temperature=1.2, top_p=0.95, seed=4)
 CHUNKS = {"block_size": 4, "max_step_tokens": 7, "num_blocks": 120}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=spread(FAMILIES, FAMILIES[:1]))
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_fused(tmp_path_factory.mktemp("model"), request.param, "float32")
 
@@ -53,6 +55,13 @@ def engine(loaded: LoadedModel, num_window_blocks: int = 0, **settings: Any) -> 
 
 def answers(made: Engine, *specs: RequestSpec) -> list[list[int]]:
     """Return what each sample of requests that run together says."""
+    return [ids for _, ids in sorted(all_said(made, specs).items())]
+
+
+def all_said(
+    made: Engine, specs: Sequence[RequestSpec], between: Callable[[], None] = lambda: None
+) -> dict[tuple[int, int], list[int]]:
+    """Return the same by request and sample; `between` runs after every step."""
     said: dict[tuple[int, int], list[int]] = {}
     for spec in specs:
         made.submit(spec)
@@ -64,7 +73,8 @@ def answers(made: Engine, *specs: RequestSpec) -> list[list[int]]:
         tables = [request.table for request in made.running() if request.table]
         made.chain.check()
         made.cache.check([*tables, *made.chain.tables()])
-    return [ids for _, ids in sorted(said.items())]
+        between()
+    return said
 
 
 def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list[int]]:
@@ -92,16 +102,21 @@ def test_answers_are_those_of_layers_that_keep_everything(loaded: LoadedModel) -
 
     assert chat(made) == expected
 
-    status, runner = made.status().graphs, made._runner
+    status = made.status().graphs
     assert status is not None
     assert not status.trouble
     assert status.num_captured >= 4, "several counts of rows were decoded"
     assert status.num_replayed > 2 * status.num_eager
-    assert isinstance(runner, LateRunner)
-    log = {entry: place for place, entry in enumerate(runner.log)}
-    queued = [number for word, number in log if word == "queue" and number > 1]
-    assert sum(log["queue", n] < log.get(("read", n - 1), -1) for n in queued) > 20
+    assert num_ahead(made) > 20
     assert isinstance(made.cache.kv_pool, WindowedKvPool)
+
+
+def num_ahead(made: Engine) -> int:
+    """Return how many steps were queued before the tokens of the step before were read."""
+    assert isinstance(made._runner, LateRunner)
+    log = {entry: place for place, entry in enumerate(made._runner.log)}
+    queued = [number for word, number in log if word == "queue" and number > 1]
+    return sum(log["queue", n] < log.get(("read", n - 1), -1) for n in queued)
 
 
 def logits_of(made: Engine) -> list[torch.Tensor]:
@@ -206,6 +221,56 @@ def test_drafts_change_no_answer(
     assert made.status().graphs.num_replayed > 20  # type: ignore[union-attr]
 
 
+def random_specs(chance: random.Random, seed: int) -> list[RequestSpec]:
+    """Return requests of which some begin alike."""
+    common = random_ids(40, seed=100 + seed)
+    return [
+        RequestSpec(
+            (*common[: chance.choice((0, 12, 40))], *random_ids(chance.choice((3, 17)), number)),
+            chance.choice((GREEDY, SAMPLED)),
+            max_tokens=chance.randrange(1, 40),
+            stop_token_ids=frozenset(random_ids(6, seed=number)),
+        )
+        for number in range(10)
+    ]
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 60], ids=["alone", "host memory"])
+def test_requests_that_come_and_go_change_no_answer(
+    num_host_blocks: int, loaded: LoadedModel
+) -> None:
+    """Random arrivals and cancellations, in so few blocks that requests are preempted."""
+    for seed in range(2):
+        chance = random.Random(seed)
+        coming = random_specs(chance, seed)
+        expected = [(answers(engine(loaded), spec) or [[]])[0] for spec in coming]
+        made = engine(loaded, 17, num_blocks=40, num_host_blocks=num_host_blocks)
+        cancelled: set[int] = set()
+
+        def between(
+            chance: random.Random = chance,
+            coming: list[RequestSpec] = coming,
+            made: Engine = made,
+            cancelled: set[int] = cancelled,
+        ) -> None:
+            if coming and chance.random() < 0.15:
+                made.submit(coming.pop(0))
+            if chance.random() < 0.01 and (running := made.running()):
+                made.cancel(running[0].request_id)
+                cancelled.add(running[0].request_id)
+
+        said: dict[tuple[int, int], list[int]] = {}
+        while coming:
+            said |= all_said(made, [coming.pop(0)], between)
+        for (request_id, _), tokens in said.items():
+            whole = expected[request_id - 1]
+            is_whole = request_id not in cancelled
+            assert tokens == (whole if is_whole else whole[: len(tokens)]), (seed, request_id)
+        assert num_ahead(made) > 5
+        assert made.cache.status().num_evicted > 20
+        made.close()
+
+
 # Controls: what a GPU's path may get wrong, planted, must show.
 
 
@@ -281,6 +346,7 @@ def largest_difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tens
     return max(float((one - other).abs().max()) for one, other in pairs if len(one))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", ["gpt_oss, sinks"])
 def test_logits_on_kernels_are_equal(name: str, interpreter: Interpreter, tmp_path: Path) -> None:
     difference, num_layers = interpreter(logits_on_kernels, name, tmp_path)
