@@ -94,6 +94,17 @@ class HeadNumbers:
             return [(0, words ^ -0x7F7F7F80)]
         return [(half * self.group // 2, (words >> 4 * half) & 0x0F0F0F0F) for half in (0, 1)]
 
+    def shorts_of_words(self, code: Code, words: Value) -> list[Value]:
+        """Return whole numbers of words of two bytes in 16 bits each: as words of these.
+
+        Of 4 bits they are two numbers, half a group apart.
+        """
+        if self._form is Form.INT8:
+            return [words]
+        kind = ir.VectorType(I16, 2 * words.type.count)
+        shorts = code.as_bits(words, kind)
+        return [code.as_bits((shorts >> bits & 15) - 8, words.type) for bits in (0, 4)]
+
     def load_scales(self, code: Code, heads: Sequence[Value]) -> list[Value]:
         """Return every group's scales of all heads, whose addresses are `heads`."""
         num_groups = self.dim // self.group
