@@ -151,8 +151,8 @@ class AttentionForm:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether queries and weights are rounded to 16 bits, and multiplied as two bytes with the
-        pools' whole numbers of 8 or 4 bits.
+        """Whether queries and weights are rounded to 16 bits, and multiplied with the pools' whole
+        numbers of 8 or 4 bits: keys as bytes, values as 16 bits.
         """
         return has_512_bits() and all(numbers.has_bytes for numbers in self.numbers)
 

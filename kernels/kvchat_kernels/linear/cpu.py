@@ -54,8 +54,8 @@ class BlockProduct:
     def round_coarsely(self) -> None:
         """Round activations to 8 bits from now on; before the first product.
 
-        Weights of 7 bits or more keep what they have, and so do processors that multiply levels of
-        other bits than 4 as 16 bits: there it would not be faster.
+        Beside weights of 8 bits nothing changes. On a processor with tiles, or without products of
+        bytes, only weights of 4 bits without codes have it: no kernel is written for others.
         """
         layout = self.weights.layout
         if layout.are_nibbles:
