@@ -31,7 +31,7 @@ class LateRunner(Runner):
         super().__init__(model, block_size, graphs, window_blocks=window_blocks)
         self.log: list[tuple[str, int]] = []
         self._real: dict[int, QueuedTokens] = {}
-        self._hidden: list[torch.Tensor] = []
+        self._not_there_yet: list[torch.Tensor] = []
 
     def queue(
         self,
@@ -47,7 +47,7 @@ class LateRunner(Runner):
         number = len(self._real) + 1
         hidden = torch.full_like(step.tokens, NOT_THERE_YET)
         self._real[id(hidden)] = step
-        self._hidden.append(hidden)  # or another tensor could get its id
+        self._not_there_yet.append(hidden)  # or another tensor could get its id
         self.log.append(("queue", number))
 
         def read() -> list[int]:
