@@ -3,8 +3,9 @@
 Reading levels from planes, and adding sums of high and low bytes, cost about as much as the
 products if each few rows do it again. So the levels of some rows of weights are written to memory
 that stays in the second cache, with their scales in float32, and multiplied with all rows of
-activations. Beside activations of 8 bits levels are bytes; others are 16 bits here, and so are all
-activations (`Rounding.SHORT`), whatever few rows are. Both are the same numbers.
+activations. Beside activations of 8 bits these levels are bytes. Beside others both the levels and
+the activations have 16 bits here (`Rounding.SHORT`), where few rows may have two bytes: they are
+the same numbers.
 """
 
 from collections.abc import Iterator
