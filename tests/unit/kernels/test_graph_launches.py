@@ -62,7 +62,7 @@ def launches_at(name: str, directory: Path, num_new: int, contexts: list[int]) -
         take_kernels_everywhere(patch, log, static)
         scene = Scene(loaded, Recorder(), block_size=16, num_blocks=40)
         buffers = scene.graphs._buffers
-        static += [buffers._tokens, buffers._lengths, buffers._tables, buffers._rows]
+        static += [buffers._tokens, buffers._lengths, buffers._tables.blocks, buffers._rows]
         static += scene.tensors() + list(loaded.module.parameters())
         scene.capture_for([scene.piece_over_anything(0, range(num_new))])
         logs = []
