@@ -302,14 +302,11 @@ def _attached_host(
 
 
 def _draft(settings: Settings, source: "ModelSource") -> "ModelSource | None":
-    """Return the draft model of a model, None for none; raises ModelError if it is not found."""
-    from kvchat.model.checkpoint.drafters import own_drafter
+    """Return the draft model asked for, None for none; raises ModelError if it is not found."""
     from kvchat.model.checkpoint.source import find_model
 
     name = settings.draft_name(source.name)
-    if name is not None:
-        return find_model(name)
-    return own_drafter(source) if settings["spec"] and settings["draft"] is None else None
+    return find_model(name) if name is not None else None
 
 
 def has_endpoint(settings: Settings) -> bool:

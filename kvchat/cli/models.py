@@ -106,7 +106,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
         "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
         "path": _path(spec),
-        **_head_facts(source, config),
+        **_head_facts(source, config, spec, where),
         "windows": _windows(spec, spans),
         "reads": _inputs(config),
         "context": f"{spec.max_context:,} tokens",
@@ -161,12 +161,15 @@ def _path(spec: Any) -> str:
     return "paged" if spec.gathered is None else "gathered, one sequence at a time"
 
 
-def _head_facts(source: ModelSource, config: Any) -> dict[str, str]:
+def _head_facts(source: ModelSource, config: Any, spec: Any, where: Any) -> dict[str, str]:
     from kvchat.model.checkpoint.drafters import own_drafter
     from kvchat.model.checkpoint.tensors import stored_names
     from kvchat.model.next_head import find_layout
 
-    if (drafter := own_drafter(source)) is not None:
+    is_on_cpu = where.type == "cpu"
+    if spec.gathered is not None or not (is_on_cpu or spec.state):
+        return {}  # such a model shows no hidden states
+    if is_on_cpu and (drafter := own_drafter(source)) is not None:
         return {"drafts": f"{drafter.name}, by --spec"}
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     has_head = find_layout(stored_names(source), num_layers) is not None

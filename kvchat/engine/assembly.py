@@ -53,7 +53,7 @@ from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
 from kvchat.model.assistant import load_assistant
-from kvchat.model.checkpoint.drafters import is_assistant
+from kvchat.model.checkpoint.drafters import is_assistant, own_drafter
 from kvchat.model.checkpoint.eagle_form import EagleForm, eagle_form
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
@@ -410,7 +410,8 @@ def build_speculating_engine(
         if draft_source is not None:
             draft = build.drafter(draft_source)
         elif speculation_config.mode == Mode.AUTO:
-            draft = build.head()
+            draft_source = build.found()
+            draft = build.drafter(draft_source) if draft_source is not None else build.head()
     except Exception as error:  # without a draft model, the target can still answer
         of_what = "the draft model" if draft_source is not None else "its head for the next token"
         target = _without_drafts(target, of_what, error)
@@ -483,6 +484,10 @@ class _DraftBuild:
         )
         return _Draft(drafter, target_config)
 
+    def found(self) -> ModelSource | None:
+        """Return the drafter that the model has on this machine, None where it cannot draft."""
+        return own_drafter(self.target.source) if self._where_none() is None else None
+
     def head(self) -> _Draft | None:
         """Return the checkpoint's head for the next token as a drafter; None if there is none."""
         target = self.target
@@ -500,8 +505,7 @@ class _DraftBuild:
     def _reader(self, source: ModelSource, form: EagleForm | None) -> _Draft:
         """Load an EAGLE-3 head, or without its form a drafter of Gemma 4, as `drafter`."""
         target = self.target
-        if target.device.type != "cpu" or target.spec.gathered is not None:
-            where = "on a GPU" if target.device.type != "cpu" else "on the gathered path"
+        if (where := self._where_none()) is not None:
             raise ModelError(f"A model {where} shows {source.name} no hidden states.")
         if form is None:
             drafter = AssistantDrafter(load_assistant(target, source))
@@ -512,6 +516,12 @@ class _DraftBuild:
         threads = new_threads(loaded.device)
         head = HeadDrafter(model, cache, loaded.max_context, threads, "draft")
         return _Draft(head, target_config, before)
+
+    def _where_none(self) -> str | None:
+        """Return where the model runs if it shows no hidden states there."""
+        if self.target.device.type != "cpu":
+            return "on a GPU"
+        return "on the gathered path" if self.target.spec.gathered is not None else None
 
     def _cache_of_head(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig]:
         """Return a head's cache in memory, and the settings left for the target.

@@ -10,19 +10,20 @@ from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.checkpoint.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import find_model
 
 
 def build(
     target: Path,
-    head: Path | ModelSource,
+    head: Path | None,
     kv: Path | None = None,
     num_bytes: int = 32 << 20,
     **model: str,
 ) -> AssembledEngine:
+    """Without a head, the model drafts with what it has."""
     return build_speculating_engine(
         find_model(str(target)),
-        head if isinstance(head, ModelSource) else find_model(str(head)),
+        find_model(str(head)) if head is not None else None,
         ModelConfig(**{"dtype": "float32", **model}),
         CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=kv),
         EngineConfig(max_context=400, max_step_tokens=32),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvchat.chat.chat_model import read_chat_model
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ModelUnsupported
+from kvchat.core.types import NO_MEMORY
+from kvchat.engine.assembly import _DraftBuild
 from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.speculation import Mode
 from kvchat.model.assistant import Assistant
-from kvchat.model.checkpoint.drafters import own_drafter
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import inspect_model
+from kvchat.model.spec import Gathered
 from support.assistants import WithAssistant, write_with_assistant
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engines_with_drafts import answer, answers_at_once, build
@@ -121,22 +125,36 @@ def test_requests_at_once_have_the_answers_of_each(
     engine.close()
 
 
-def test_a_drafter_that_was_found_is_named_and_may_fail(
-    pair: tuple[WithAssistant, Path], tmp_path: Path
-) -> None:
+@pytest.fixture
+def found(pair: tuple[WithAssistant, Path], tmp_path: Path) -> Path:
+    """A model that has its drafter in its own directory."""
+    shutil.copytree(pair[1] / "target", tmp_path / "target")
+    shutil.copytree(pair[1] / "drafter", tmp_path / "target" / "assistant")
+    return tmp_path / "target"
+
+
+def test_a_drafter_that_was_found_is_named_and_may_fail(found: Path) -> None:
     """The one without weights leaves the model without drafts, with a sentence."""
-    target = tmp_path / "target"
-    shutil.copytree(pair[1] / "target", target)
-    shutil.copytree(pair[1] / "drafter", target / "assistant")
-    for note in (f"{target}/assistant drafts", "Answers come without the draft model"):
-        drafter = own_drafter(find_model(str(target)))
-        assert drafter is not None
-        assembled = build(target, drafter)
-        [found] = assembled.ready.notes
-        assert found.startswith(note)
+    for note in (f"{found}/assistant drafts", "Answers come without the draft model"):
+        assembled = build(found, None)
+        [said] = assembled.ready.notes
+        assert said.startswith(note)
         assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
         assembled.engine.close()
-        (target / "assistant" / "model.safetensors").unlink(missing_ok=True)
+        (found / "assistant" / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_a_drafter_is_found_only_where_it_can_draft(found: Path) -> None:
+    """Each start on a GPU or on the gathered path told of a drafter that nobody had asked for."""
+    assembled = build(found, None)
+    assembled.engine.close()
+    here = assembled.loaded
+    settings = ModelConfig(), CacheConfig(), EngineConfig(), NO_MEMORY
+    gathered = replace(here.spec, gathered=Gathered("is a trial", (), 0))
+    elsewhere = replace(here, device=torch.device("cuda")), replace(here, spec=gathered)
+    assert _DraftBuild(here, *settings).found() is not None
+    for target in elsewhere:
+        assert _DraftBuild(target, *settings).found() is None
 
 
 @pytest.mark.parametrize("read", [inspect_model, read_chat_model])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cli.build import _draft
 from kvchat.cli.settings import resolve
 from kvchat.model.checkpoint.drafters import own_drafter
 from kvchat.model.checkpoint.source import ModelSource
@@ -79,9 +78,9 @@ def test_others_are_left_alone(tmp_path: Path, cache: Path) -> None:
     ],
 )
 def test_it_is_used_with_spec_alone(
-    flags: dict[str, object], is_used: bool, tmp_path: Path, cache: Path
+    flags: dict[str, object], is_used: bool, tmp_path: Path
 ) -> None:
-    target = ModelSource("target", write(tmp_path / "target", "gemma4"))
-    write(tmp_path / "target" / "assistant", "gemma4_assistant")
+    """An engine of this mode without a draft model looks for the model's own."""
     settings = resolve(flags, {}, tmp_path / "config.toml")
-    assert (_draft(settings, target) is not None) == is_used
+    assert settings.draft_name("target") is None
+    assert (settings.speculation_config("target").mode == "auto") == is_used
