@@ -11,6 +11,7 @@ It draws with the target's noise, as ModelDrafter does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -183,7 +184,7 @@ class HeadDrafter:
             tokens = state.tokens(request, state.num_hidden)
             blocks = state.table.blocks
             pieces.append(SequencePiece(tokens, state.num_computed, blocks, num_logit_rows=1))
-            given.append(self._model.fused(state.hidden))
+            given.append(state.hidden)
         found = self._drawn(pieces, given, due, drafts)
         for request in due:
             state = self._states[request]
@@ -216,8 +217,8 @@ class HeadDrafter:
         tokens = sample(logits, [sampling_row(r, drafts[r], device) for r in due])
         for request, token in zip(due, tokens, strict=True):
             drafts[request].append(token)
-        lengths = [len(piece.token_ids) for piece in pieces]
-        return {r: rows[-1:] for r, rows in zip(due, hidden.split(lengths), strict=True)}
+        ends = accumulate(len(piece.token_ids) for piece in pieces)
+        return {r: hidden[end - 1 : end] for r, end in zip(due, ends, strict=True)}
 
     def _run(
         self, pieces: Sequence[SequencePiece], given: Sequence[torch.Tensor]
@@ -225,7 +226,7 @@ class HeadDrafter:
         """Return the logits that the pieces ask for, and the head's hidden states of all rows."""
         assert self._model.hidden is not None
         self._model.hidden.clear()
-        self._model.give(torch.cat(list(given)))
+        self._model.give(torch.cat(list(given)) if given[1:] else given[0])
         logits = self._runner.run_pieces(pieces)
         return logits, self._model.hidden.take()
 
@@ -256,7 +257,7 @@ class HeadDrafter:
         if not self.cache.reserve(state.table, start, start + len(tokens)):
             return False
         piece = SequencePiece(tokens, start, state.table.blocks, num_logit_rows=0)
-        self._run([piece], [self._model.fused(state.hidden[: len(tokens)])])
+        self._run([piece], [state.hidden[: len(tokens)]])
         self._note_computed(request, state, len(tokens))
         return True
 

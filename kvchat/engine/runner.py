@@ -137,8 +137,9 @@ class Runner:
         with self.stopping(is_unwanted):
             logits = self.run_pieces(pieces)
         if (hidden := self._hidden) is not None and plan:
-            rows = hidden.take().split([len(piece.token_ids) for piece in pieces])
-            self.last_hidden = dict(zip(plan, rows, strict=False))
+            rows = hidden.take()
+            each = rows.split([len(piece.token_ids) for piece in pieces]) if pieces[1:] else [rows]
+            self.last_hidden = dict(zip(plan, each, strict=False))
         return logits
 
     def _begin_hidden(self) -> None:

@@ -81,6 +81,8 @@ class Speculation:
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
+        # Asked once: such a question takes longer than what a reader does.
+        self._readers = [each for each in drafters if isinstance(each, HiddenReader)]
         self._policy = policy or DraftPolicy()
         self._clock = clock
         self._sources: dict[ScheduledRequest, str] = {}
@@ -284,9 +286,8 @@ class Speculation:
 
         Called before the step's tokens are counted. Those behind wrong drafts are left out.
         """
-        for drafter in self._asked() if hidden else ():
-            if not isinstance(drafter, HiddenReader):
-                continue
+        asked = self._asked() if hidden else ()
+        for drafter in [each for each in self._readers if each in asked]:
             try:
                 for scheduled, rows in hidden.items():
                     tokens = drawn.get(scheduled, ())

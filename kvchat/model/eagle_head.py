@@ -12,9 +12,10 @@ Checkpoints are SpecForge's and SGLang's (`LlamaForCausalLMEagle3`) or those of 
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -65,18 +66,36 @@ _JOINED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Fuse:
+    """What makes hidden states of streams side by side, which `norm`, if there is one, norms."""
+
+    linear: nn.Linear
+    norm: nn.Module | None
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        # What is packed takes float32.
+        is_packed = pack_of(self.linear) is not None
+        streams = streams.float() if is_packed else streams.to(self.linear.weight.dtype)
+        out: torch.Tensor = self.linear(streams if self.norm is None else self.norm(streams))
+        return out
+
+
 class _PairEmbedding(JoinedEmbedding):
     """Returns hidden states, and keeps the embedded tokens beside them."""
 
-    def __init__(self, embedding: Any, norm: Any, *, norms_stream: bool) -> None:
+    def __init__(self, embedding: Any, norm: Any, fuse: _Fuse, *, norms_stream: bool) -> None:
         super().__init__(embedding, norm)
-        self.norms_stream = norms_stream
+        self.fuse, self.norms_stream = fuse, norms_stream
         self._tokens: torch.Tensor | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         dtype = self.token_norm.weight.dtype
         self._tokens = self.token_norm(self.of_tokens(token_ids).to(dtype))
-        hidden = self.take(token_ids.numel()).to(dtype).view(*token_ids.shape, -1)
+        hidden = self.take(token_ids.numel())
+        if hidden.shape[1] != self.token_norm.weight.numel():
+            hidden = self.fuse(hidden)
+        hidden = hidden.to(dtype).view(*token_ids.shape, -1)
         return self.hidden_norm(hidden) if self.norms_stream else hidden
 
     def pairs(self, stream: torch.Tensor) -> torch.Tensor:
@@ -89,27 +108,16 @@ class _PairEmbedding(JoinedEmbedding):
 class _PairNorm(nn.Module):
     """Stands for the norm before attention; has what is before the layer, which is packed with it.
 
-    fuse     makes hidden states of streams, which `norm`, if there is one, norms
     places   the model's ids of the head's vocabulary, int64
     """
 
     joins_pairs = True
 
-    def __init__(
-        self, embedding: _PairEmbedding, fuse: nn.Linear, norm: nn.Module | None, places: Any
-    ) -> None:
+    def __init__(self, embedding: _PairEmbedding, places: Any) -> None:
         super().__init__()
-        self.fuse, self.norm = fuse, norm
+        self.fuse, self.norm = embedding.fuse.linear, embedding.fuse.norm
         self.register_buffer("places", places, persistent=False)
         self._pairs = embedding.pairs
-
-    def fused(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [rows, hidden] of streams side by side."""
-        # What is packed takes float32: each operator of torch between took 0.05 ms here.
-        is_packed = pack_of(self.fuse) is not None
-        streams = streams.float() if is_packed else streams.to(self.fuse.weight.dtype)
-        out: torch.Tensor = self.fuse(streams if self.norm is None else self.norm(streams))
-        return out
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         return self._pairs(stream)
@@ -123,14 +131,8 @@ class EagleModel(HeadModel):
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
         super().__init__(loaded, pools)
-        self._before: Any = loaded.module.get_decoder().layers[0].input_layernorm
-        self._out = torch.empty(0, loaded.spec.vocab_size)
-
-    @torch.inference_mode()
-    def fused(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [rows, hidden] of the model's streams, side by side."""
-        fused: torch.Tensor = self._before.fused(hidden)
-        return fused
+        self._places: Any = loaded.module.get_decoder().layers[0].input_layernorm.places.numpy()
+        self._out = np.empty((0, loaded.spec.vocab_size), np.float32)
 
     def guess_below(self, most_ids: int) -> None:
         """Does nothing: the head knows frequent tokens only."""
@@ -142,11 +144,10 @@ class EagleModel(HeadModel):
         """
         logits = super().forward(batch)
         if len(logits) > len(self._out):
-            shape = len(logits), self._out.shape[1]
-            self._out = torch.full(shape, -torch.inf, dtype=torch.float32)
+            self._out = np.full((len(logits), self._out.shape[1]), -np.inf, np.float32)
         out = self._out[: len(logits)]
-        out[:, self._before.places] = logits
-        return out
+        out[:, self._places] = logits.numpy()
+        return torch.from_numpy(out)
 
 
 def load_eagle(
@@ -259,11 +260,12 @@ def _join(
         copy.weight = nn.Parameter(given[name].to(dtype), requires_grad=False)
         return copy
 
-    pairs = _PairEmbedding(embedding, decoder.norm, norms_stream=form.norms_stream)
+    first = norm("input_norm.weight") if "input_norm.weight" in given else None
+    fusing = _Fuse(linear("fc"), first)
+    pairs = _PairEmbedding(embedding, decoder.norm, fusing, norms_stream=form.norms_stream)
     pairs.token_norm = norm("layer.input_layernorm.weight")
     pairs.hidden_norm = norm("layer.hidden_norm.weight")
-    first = norm("input_norm.weight") if "input_norm.weight" in given else None
-    decoder.layers[0].input_layernorm = _PairNorm(pairs, linear("fc"), first, places)
+    decoder.layers[0].input_layernorm = _PairNorm(pairs, places)
     for name in _WIDE:
         setattr(attention, name, linear(f"layer.self_attn.{name}"))
     module.set_input_embeddings(pairs)

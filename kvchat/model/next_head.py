@@ -144,10 +144,6 @@ class HeadModel(PagedModel):
         super().__init__(loaded, pools)
         self.keep_hidden(self.goes_on_before)
 
-    def fused(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what is given of the model's hidden states, [rows, hidden]: these themselves."""
-        return hidden
-
     def give(self, hidden: torch.Tensor) -> None:
         """Set the hidden states that the rows of the next step follow, [rows, hidden]."""
         self.loaded.module.get_input_embeddings().hidden = hidden

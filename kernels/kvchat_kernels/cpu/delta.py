@@ -53,12 +53,17 @@ class DeltaTask(InputsTask):
 
 
 class OrderingTask(Task):
-    """out[i] = x[source[i]] of each row, float32 [rows, width]; `source` is int32."""
+    """out[i] = x[source[i]] of each row, float32 [rows, width]; `source` is int32.
+
+    The strides are in bytes.
+    """
 
     x: Memory
+    x_stride: int
     source: Memory
     width: int
     out: Memory
+    out_stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +206,8 @@ def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> 
 def ordering_kernel(code: Code) -> None:
     """Put the numbers of each row in another order. Units: rows."""
     order, width = code.task.source, code.task.width
-    x, out = (rows + code.unit * width * 4 for rows in (code.task.x, code.task.out))
+    x = code.task.x + code.unit * code.task.x_stride
+    out = code.task.out + code.unit * code.task.out_stride
     with code.loop(0, width) as index:
         source = code.convert("sext", code.load(order, index * 4, I32), I64)
         code.store(code.load(x, source * 4, F32), out, index * 4)

@@ -78,10 +78,8 @@ class CompiledStep:
         self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
         joined = self._parts.joined
-        self._embedded = self._parts.stream
-        if joined is not None:
-            self._embedded = joined[:, : joined.shape[1] // 2]
-        self._embed_into = embedding_into(decoder.embedding, self._embedded)
+        embedded = self._parts.stream if joined is None else joined.tokens
+        self._embed_into = embedding_into(decoder.embedding, embedded)
         # Of ids from here on logits need not be computed: they are -inf then.
         self.most_ids = self._vocab_size
         self._num_rows = (0, 0)  # of activations and of logits, that the headers are set for
@@ -203,12 +201,8 @@ class CompiledStep:
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
         self._embed_into(batch.token_ids)
-        if self._decoder.joined is not None and self._parts.joined is not None:
-            num_rows, hidden = batch.token_ids.shape[0], self._embedded.shape[1]
-            taken = self._decoder.joined.take(num_rows)
-            self._parts.joined[:num_rows, hidden:] = taken
-            if self._decoder.joined.projection is None:
-                self._parts.stream[:num_rows] = taken
+        if self._parts.joined is not None:
+            self._parts.joined.take(batch.token_ids.shape[0])
         if self._decoder.side_inputs is not None and self._parts.side is not None:
             side = self._decoder.side_inputs(batch.token_ids)
             self._parts.side[: len(side)] = side.flatten(1)
@@ -260,7 +254,9 @@ class CompiledStep:
         ]
         num_sequences = len(sequences.query_lens)
         is_watched = self.watch is not None
-        prepared = (num_rows, num_logits, num_sequences, self.most_ids, is_watched, *num_jobs)
+        is_fused = parts.joined is not None and parts.joined.is_fused
+        switches = self.most_ids, is_watched, is_fused
+        prepared = (num_rows, num_logits, num_sequences, *switches, *num_jobs)
         if self._prepared != prepared:
             self._prepare(num_rows, num_logits, num_sequences, num_jobs)
             self._prepared = prepared
@@ -281,6 +277,8 @@ class CompiledStep:
         units[parts.of_head] = self._head_units() if num_logits else 0
         if parts.has_pairs:
             parts.set_pairs(num_rows)
+        if parts.joined is not None:
+            parts.joined.prepare(units)
         parts.program.prepare()
 
     def _finish(self, logits: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
 from kvchat_kernels.cpu import experts, gates, norms, products
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
+from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
 from kvchat_kernels.cpu.norms import NormForm, NormTask
@@ -302,6 +303,22 @@ class StepOperations:
             stream=x, width=x.shape[1], weight=norm.weight, out=out, epsilon=norm.epsilon
         )
         self.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+
+    def reorder(self, x: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the numbers of rows that `order` names, int32, to the beginnings of others."""
+        task = OrderingTask(
+            x=x,
+            x_stride=x.stride(0) * 4,
+            source=order,
+            width=len(order),
+            out=out,
+            out_stride=out.stride(0) * 4,
+        )
+        self.add(ordering_kernel(), task, None)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write rows to the beginnings of others."""
+        self.reorder(x, torch.arange(x.shape[1], dtype=torch.int32), out)
 
     def _multiply_factors(
         self, matrices: Sequence[Matrix], out: torch.Tensor, is_plain: bool

@@ -26,7 +26,7 @@ from kvchat.model.spec import StateTensor
 from kvchat.model.state import CONV, RECURRENT, state_offsets
 from kvchat_kernels.cpu import convolution, delta, mamba, selective
 from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
-from kvchat_kernels.cpu.delta import DeltaTask, OrderingTask
+from kvchat_kernels.cpu.delta import DeltaTask
 from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.selective import SelectiveInputsTask, SelectiveTask
@@ -73,8 +73,7 @@ class RecurrentLayers:
         inputs = self._inputs("delta inputs", part.inputs, sum(sizes), source, values)
         if part.order is not None:
             ordered = operations.output("ordered delta inputs", sum(sizes))
-            ordering = OrderingTask(x=inputs, source=part.order, width=sum(sizes), out=ordered)
-            operations.add(delta.ordering_kernel(), ordering, None)
+            operations.reorder(inputs, part.order, ordered)
             inputs = ordered
         mixed, gates, betas, steps = inputs.split(sizes, dim=1)
         of_inputs = self._of_inputs(inputs)

@@ -279,6 +279,18 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Fusing:
+    """What makes hidden states of several streams of the model, side by side.
+
+    norm      of all of them together; None: there is none
+    matrix    of as many columns, more than a hidden state has
+    """
+
+    norm: Norm | None
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """What a head that drafts joins its tokens with: hidden states of the model before it.
 
@@ -286,14 +298,17 @@ class Joined:
                  are projected as they are, and may be wider than the stream
     projection   of both, normed, to the stream; None: they are the input of the first layer's
                  attention, and the stream is the hidden state
-    take         returns the hidden states of the next so many rows, [rows, hidden]
+    take         returns the hidden states of the next so many rows, [rows, hidden], or streams of
+                 the model that are to be fused
     of_stream    without a projection, a norm of that stream
+    fusing       without a projection; None: there are no streams
     """
 
     norm: Norm | None
     projection: Matrix | None
     take: Callable[[int], torch.Tensor]
     of_stream: Norm | None = None
+    fusing: Fusing | None = None
 
 
 @dataclass(frozen=True, slots=True)

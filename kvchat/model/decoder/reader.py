@@ -19,6 +19,7 @@ from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
     DecoderLayer,
+    Fusing,
     Joined,
     Latents,
     Mixture,
@@ -153,7 +154,17 @@ class _Reader:
         both = Norm(torch.cat((one.weight, other.weight)), one.epsilon)
         if hasattr(embedding, "projection"):
             return Joined(both, matrix_of(embedding.projection), embedding.take)
-        return Joined(both, None, embedding.take, other if embedding.norms_stream else None)
+        fusing = self._fusing(embedding.fuse)
+        return Joined(both, None, embedding.take, other if embedding.norms_stream else None, fusing)
+
+    def _fusing(self, fuse: Any) -> Fusing:
+        matrix = matrix_of(fuse.linear)
+        if matrix.num_in == self._config.hidden_size:
+            raise Unknown("makes hidden states of one stream")
+        norm = None if fuse.norm is None else self._norm(fuse.norm, matrix.num_in)
+        if norm is not None and norm.bias is not None:
+            raise Unknown("makes hidden states of streams in another way")
+        return Fusing(norm, matrix)
 
     def _side_inputs(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what makes Gemma 4's inputs of layers, in its modules; None if it has none."""
