@@ -129,6 +129,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    "a transformer ahead, selective": ("zamba, mamba-1", {"n_mamba_heads": 4}),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},

@@ -26,7 +26,7 @@ UNIT_CHANNELS = 64
 class SelectiveInputsTask(Task):
     """What a row's state reads is put together. All are float32.
 
-    x         [rows, channels], convolved
+    x         [channels], convolved; a row follows another after `x_stride` bytes
     parts     [rows, rank + 2 * state size]: what steps are made of, B and C
     weight    [rank + 2 * state size], of the norm of each of the three
     epsilon   of the norms
@@ -35,6 +35,7 @@ class SelectiveInputsTask(Task):
     """
 
     x: Memory
+    x_stride: int
     parts: Memory
     weight: Memory | None = None
     epsilon: float = 0.0
@@ -50,7 +51,7 @@ class SelectiveTask(InputsTask):
     gates    [channels]; a row follows another after `gates_stride` bytes
     rates    [channels, state size], what a step is multiplied with: the logarithm of the decay
     skips    [channels], D
-    out      [channels]
+    out      [channels]; a row follows another after `out_stride` bytes
     state    bytes from the beginning of a sequence's state to [channels, state size]
     """
 
@@ -59,6 +60,7 @@ class SelectiveTask(InputsTask):
     rates: Memory
     skips: Memory
     out: Memory
+    out_stride: int
     state: int
 
 
@@ -77,7 +79,7 @@ def selective_inputs_kernel(code: Code, form: SelectiveForm, is_normed: bool) ->
     task, channels, size = code.task, form.num_channels, form.state_size
     inputs = task.inputs + code.unit * (8 * (channels + size))
     x, parts = (
-        task.x + code.unit * (channels * 4),
+        task.x + code.unit * task.x_stride,
         task.parts + code.unit * ((form.rank + 2 * size) * 4),
     )
     with code.loop(0, channels * 4, LANES * 4) as at:
@@ -122,7 +124,7 @@ def _write_row(
     x = task.inputs + row.offset
     steps, of_state = x + width, x + 2 * width
     gates = task.gates + code.select(row.is_earlier, code.whole(0), row.row * task.gates_stride)
-    out = code.select(row.is_earlier, unread, task.out + row.row * width)
+    out = code.select(row.is_earlier, unread, task.out + row.row * task.out_stride)
     with code.loop(*run, LANES) as channel:
         at = channel * 4
         step, value = softplus(code, code.load(steps, at, F32S)), code.load(x, at, F32S)

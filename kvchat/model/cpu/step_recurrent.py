@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
-from kvchat.model.decoder.matrices import LowRank, Matrix
+from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
 from kvchat.model.decoder.recurrent import (
     Convolution,
     DeltaNet,
     Mamba,
     Recurrent,
+    SelectiveHead,
     SelectiveScan,
     ShortConvolution,
 )
@@ -136,45 +137,64 @@ class RecurrentLayers:
     def _selective_scan(
         self, part: SelectiveScan, source: Activations, values: torch.Tensor
     ) -> Activations:
-        form, norm, operations = part.form, part.norm, self._operations
-        channels, size, rank = form.num_channels, form.state_size, form.rank
-        check_widths(channels, size, rank)
-        is_other = part.steps.num_out != channels or part.parts.num_out != rank + 2 * size
-        if is_other or part.convolution.num_channels != channels:
+        operations, num_heads, form = self._operations, len(part.heads), part.heads[0].form
+        width, size = form.num_channels, form.state_size
+        channels = num_heads * width
+        check_widths(width, size, form.rank)
+        if part.convolution.num_channels != channels:
             raise Unfit("has recurrent layers of another form")
         both = self._inputs("selective", (part.inputs,), 2 * channels, source, values)
+        if part.order is not None:
+            ordered = operations.output("ordered selective", 2 * channels)
+            operations.reorder(both, part.order, ordered)
+            both = ordered
         mixed, gates = both.split(channels, dim=1)
         x = operations.input("convolved", channels)
         self._convolution(part.convolution, part.layer, self._of_inputs(mixed), mixed, x.floats)
+        read, start = operations.input("selective heads", channels), 0
+        state = self._state(part.layer, part.state_shape)
+        for head in part.heads:
+            inputs = self._inputs_of_head(head, part.norm, x, x.floats[:, start : start + width])
+            task = SelectiveTask(
+                **self._of_inputs(inputs),
+                gates=gates[:, start:],
+                gates_stride=gates.stride(0) * 4,
+                rates=head.rates,
+                skips=head.skips,
+                out=read.floats[:, start:],
+                out_stride=read.floats.stride(0) * 4,
+                state=state + start * size * 4,
+            )
+            units = selective.num_units(form)
+            operations.add_of_sequences(selective.selective_kernel(form), task, units)
+            start += width
+        return read
+
+    def _inputs_of_head(
+        self, head: SelectiveHead, norm: Norm | None, source: Activations, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the state of a head reads, of `x`, a part of `source`."""
+        operations, form = self._operations, head.form
+        channels, size, rank = form.num_channels, form.state_size, form.rank
+        if head.steps.num_out != channels or head.parts.num_out != rank + 2 * size:
+            raise Unfit("has recurrent layers of another form")
         parts = operations.output("selective parts", rank + 2 * size)
-        operations.products((part.parts,), x, x.floats, parts)
-        latents = operations.input("latents of steps", part.steps.num_in)
+        operations.products((head.parts,), source, x, parts)
+        latents = operations.input("latents of steps", head.steps.num_in)
         inputs = operations.output("selective inputs", 2 * (channels + size))
         joining = SelectiveInputsTask(
-            x=x.floats,
+            x=x,
+            x_stride=x.stride(0) * 4,
             parts=parts,
             weight=None if norm is None else norm.weight,
             epsilon=0.0 if norm is None else norm.epsilon,
             latents=latents.floats,
-            latents_width=part.steps.num_in,
+            latents_width=head.steps.num_in,
             inputs=inputs,
         )
         operations.add(selective.selective_inputs_kernel(form, norm is not None), joining, None)
-        steps = inputs[:, channels:]
-        operations.products((part.steps,), latents, latents.floats, steps)
-        read = operations.input("selective heads", channels)
-        task = SelectiveTask(
-            **self._of_inputs(inputs),
-            gates=gates,
-            gates_stride=gates.stride(0) * 4,
-            rates=part.rates,
-            skips=part.skips,
-            out=read.floats,
-            state=self._state(part.layer, (channels, size)),
-        )
-        units = selective.num_units(form)
-        operations.add_of_sequences(selective.selective_kernel(form), task, units)
-        return read
+        operations.products((head.steps,), latents, latents.floats, inputs[:, channels:])
+        return inputs
 
     def _short_convolution(
         self, part: ShortConvolution, source: Activations, values: torch.Tensor

@@ -189,7 +189,7 @@ class BesideMlp:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A transformer's layer ahead of a layer with a state, whose weights several of Zamba2's share.
+    """A transformer's layer ahead of a layer with a state, whose weights several of Zamba's share.
 
     It reads the stream beside the embedded tokens, normed by `norm`, [2 * hidden], without adding
     to them. What `out` makes of it is added to the input of the layer with a state, before its

@@ -21,6 +21,7 @@ from kvchat.model.decoder.recurrent import (
     read_olmo_delta_net,
     read_selective_scan,
     read_short_convolution,
+    read_zamba_scan,
 )
 from kvchat_kernels.cpu.experts import ExpertSets, Factors
 
@@ -103,7 +104,7 @@ class Family:
     norms_embedding    whether the last norm is the first one too, of the embedded tokens
     scales_queries     whether queries grow with their positions
     has_multipliers    whether inputs and outputs of a layer's parts have factors, as Falcon-H1's
-    has_ahead          whether a layer with a state may have another ahead of it, as Zamba2's
+    has_ahead          whether a layer with a state may have another ahead of it, as Zamba's
     has_sides          whether a layer may have a third part for its side input, as Gemma 4's
     allows_xielu       whether the activation xIELU is computed in float32, as here
     logits_factor, caps_logits   of the logits, by the configuration
@@ -285,6 +286,13 @@ FAMILIES = {
     ),
     "zamba2": Family(
         _ONE, last_norm="final_layernorm", recurrent=("mamba", read_mamba), has_ahead=True
+    ),
+    "zamba": Family(
+        _ONE,
+        last_norm="final_layernorm",
+        rotary=None,
+        recurrent=("mamba", read_zamba_scan),
+        has_ahead=True,
     ),
     "jamba": replace(
         _BAMBAS,

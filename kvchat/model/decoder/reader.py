@@ -41,7 +41,7 @@ from kvchat.model.decoder.matrices import (
     whole,
 )
 from kvchat.model.decoder.mlps import activation_in, part_of, read_experts, read_mlp
-from kvchat.model.decoder.recurrent import Mamba, Recurrent, read_mamba
+from kvchat.model.decoder.recurrent import Mamba, Recurrent
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -84,8 +84,8 @@ def _owner_of_layers(module: Any, spec: ModelSpec) -> Any:
 
 
 def _path(spec: LayerSpec) -> list[str]:
-    """Return the names of the modules around a layer's attention, but for one of Zamba2's."""
-    return [name for name in spec.module_name.split(".") if name != "shared_transformer"]
+    """Return the names of the modules around a layer's attention, but for one of Zamba's."""
+    return [name for name in spec.module_name.split(".") if not name.startswith("shared_transf")]
 
 
 def _require_all_known(owner: Any, family: Family) -> None:
@@ -253,10 +253,11 @@ class _Reader:
         return DecoderLayer(part, None, norm, None, None, None)
 
     def _with_ahead(self, layer: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
-        """Read a layer of Zamba2: Mamba, and what is ahead of it in a hybrid one."""
+        """Read a layer of Zamba: Mamba, and what is ahead of it in a hybrid one."""
         decoder, width = layer if spec is None else layer.mamba_decoder, self._config.hidden_size
+        assert self._family.recurrent is not None
         read = DecoderLayer(
-            read_mamba(decoder.mamba, index),
+            self._family.recurrent[1](decoder.mamba, index),
             None,
             self._norm(decoder.input_layernorm, width),
             None,
@@ -265,18 +266,21 @@ class _Reader:
         )
         if spec is None:
             return read
-        shared = layer.shared_transformer
+        shared = part_of(layer, "shared_transformer", "shared_transf")
         attention, mlp = shared.self_attn, shared.feed_forward
-        number = mlp.layer_dic[index]
         of_qkv: tuple[LowRank, ...] = ()
-        if self._config.use_shared_attention_adapter:
-            lists = (getattr(attention, f"linear_{name}_adapter_list") for name in "qkv")
-            of_qkv = tuple(_adapter(each[number]) for each in lists)
+        of_mlp: tuple[LowRank, ...] = ()
+        if hasattr(mlp, "gate_up_proj_adapter_list"):  # Zamba2's, of each place by itself
+            number = mlp.layer_dic[index]
+            of_mlp = (_adapter(mlp.gate_up_proj_adapter_list[number]),)
+            if self._config.use_shared_attention_adapter:
+                lists = (getattr(attention, f"linear_{name}_adapter_list") for name in "qkv")
+                of_qkv = tuple(_adapter(each[number]) for each in lists)
         ahead = Ahead(
             self._norm(shared.input_layernorm, 2 * width),
             replace(self._attention(attention, spec, index), adapters=of_qkv),
             self._norm(shared.pre_ff_layernorm, width),
-            replace(read_mlp(mlp), adapters=(_adapter(mlp.gate_up_proj_adapter_list[number]),)),
+            replace(read_mlp(mlp), adapters=of_mlp),
             matrix_of(layer.linear),
         )
         return replace(read, ahead=ahead)

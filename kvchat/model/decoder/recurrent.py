@@ -121,32 +121,47 @@ def _read_norm(norm: Any, form: MambaForm) -> Norm | None:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveHead:
+    """Some channels of a Mamba-1 layer that share B and C: all of them but in Zamba.
+
+    parts        the matrix of what steps are made of, of B and of C, whose input is convolved
+    steps        the matrix of the steps, whose columns may be padded
+    rates        float32 [channels, state size]
+    skips        float32 [channels]
+    """
+
+    form: SelectiveForm
+    parts: Matrix
+    steps: Matrix
+    rates: torch.Tensor
+    skips: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SelectiveScan:
     """A Mamba-1 layer (`kvchat_kernels.cpu.selective`).
 
     inputs       the matrix of what is convolved, and of the gates
-    parts        the matrix of what steps are made of, of B and of C, whose input is convolved
-    norm         of each of these three by itself, [rank + 2 * state size]; None: there is none
-    steps        the matrix of the steps, whose columns may be padded
-    rates        float32 [channels, state size]
-    skips        float32 [channels]
+    order        where each of these is in its outputs, int32; None: they are in this order
+    heads        side by side, of the same form
+    norm         of the parts of a head, each by itself, [rank + 2 * state size]; None: none
+    state_shape  of the cache object's tensor
     layer        its number in the cache object of transformers
     """
 
-    form: SelectiveForm
     inputs: Matrix
+    order: torch.Tensor | None
     convolution: Convolution
-    parts: Matrix
+    heads: tuple[SelectiveHead, ...]
     norm: Norm | None
-    steps: Matrix
-    rates: torch.Tensor
-    skips: torch.Tensor
     out: Matrix
+    state_shape: tuple[int, ...]
     layer: int
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return self.inputs, self.parts, self.steps, self.out
+        of_heads = chain.from_iterable((head.parts, head.steps) for head in self.heads)
+        return self.inputs, *of_heads, self.out
 
 
 def read_selective_scan(mixer: Any, index: int) -> SelectiveScan:
@@ -161,16 +176,52 @@ def read_selective_scan(mixer: Any, index: int) -> SelectiveScan:
         else:  # Falcon Mamba's have weights that their code does not read
             weight = torch.ones(rank + 2 * size, dtype=torch.float32)
             norm = Norm(weight, float(norms[0].eps))
-    return SelectiveScan(
+    head = SelectiveHead(
         SelectiveForm(mixer.intermediate_size, size, rank),
-        matrix_of(mixer.in_proj),
-        read_convolution(mixer.conv1d, mixer.activation),
         matrix_of(mixer.x_proj),
-        norm,
         _padded(matrix_of(mixer.dt_proj)),
         (-float_values(mixer.A_log).exp()).contiguous(),
         float_values(mixer.D),
+    )
+    return _scan_of(mixer, index, None, (head,), norm, (mixer.intermediate_size, size))
+
+
+def read_zamba_scan(mixer: Any, index: int) -> SelectiveScan:
+    """Return Zamba's layer of Mamba 1, whose heads have B, C and steps of their own."""
+    num_heads, width, size = mixer.n_mamba_heads, mixer.mamba_head_dim, mixer.ssm_state_size
+    form = SelectiveForm(width, size, mixer.time_step_rank)
+    rates, bias = -float_values(mixer.A_log).exp(), float_values(mixer.dt_proj_bias)
+    heads = tuple(
+        SelectiveHead(
+            form,
+            Matrix(mixer.x_proj_weight.detach()[head], None),
+            _padded(Matrix(mixer.dt_proj_weight.detach()[head], bias[head])),
+            rates[head],
+            float_values(mixer.D)[head],
+        )
+        for head in range(num_heads)
+    )
+    # What is convolved and the gates are by turns.
+    order = torch.arange(2 * num_heads * width, dtype=torch.int32).view(-1, 2).T.flatten()
+    return _scan_of(mixer, index, order, heads, None, (num_heads, width, size))
+
+
+def _scan_of(
+    mixer: Any,
+    index: int,
+    order: torch.Tensor | None,
+    heads: tuple[SelectiveHead, ...],
+    norm: Norm | None,
+    state_shape: tuple[int, ...],
+) -> SelectiveScan:
+    return SelectiveScan(
+        matrix_of(mixer.in_proj),
+        order,
+        read_convolution(mixer.conv1d, mixer.activation),
+        heads,
+        norm,
         matrix_of(mixer.out_proj),
+        state_shape,
         index,
     )
 

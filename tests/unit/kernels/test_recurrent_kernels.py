@@ -284,16 +284,18 @@ def test_a_step_of_mamba_1_is_the_formula(
     torch.manual_seed(5)
     form = selective.SelectiveForm(channels, size, rank)
     num_rows, epsilon = sum(counts), 1e-5
-    state, out = torch.randn(len(counts), channels, size), torch.zeros(num_rows, channels)
+    state, out = torch.randn(len(counts), channels, size), torch.zeros(num_rows, channels + 3)
     twin, weight = state.clone(), torch.randn(rank + 2 * size)
     # Steps far below and above zero, decays from nearly 1 to nearly 0.
     rates, skips = -torch.rand(channels, size) * 16, torch.randn(channels)
     for _ in range(2):
-        x, both = torch.randn(num_rows, channels), torch.randn(num_rows, 2 * channels)
+        wide, both = torch.randn(num_rows, channels + 5), torch.randn(num_rows, 2 * channels)
+        x = wide[:, 5:]
         parts, latents = torch.randn(num_rows, rank + 2 * size), torch.zeros(num_rows, width)
         inputs = torch.full((num_rows, 2 * (channels + size)), 7.0)
         joining = selective.SelectiveInputsTask(
             x=x,
+            x_stride=x.stride(0) * 4,
             parts=parts,
             weight=weight,
             epsilon=epsilon,
@@ -320,6 +322,7 @@ def test_a_step_of_mamba_1_is_the_formula(
             rates=rates,
             skips=skips,
             out=out,
+            out_stride=out.stride(0) * 4,
             state=0,
             **of_inputs(inputs),
         )
@@ -333,7 +336,8 @@ def test_a_step_of_mamba_1_is_the_formula(
                 x[row], pieces[1][row], pieces[2][row], steps, rates, skips, twin[index]
             )
             expected = read * torch.nn.functional.silu(both[row, channels:])
-            assert torch.allclose(out[row], expected, rtol=1e-3, atol=1e-3)
+            assert torch.allclose(out[row, :channels], expected, rtol=1e-3, atol=1e-3)
+        assert not out[:, channels:].any()
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
 
 
