@@ -182,8 +182,9 @@ class Part:
         self._in_pairs = form.in_pairs
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
-        self._noted = code.room(2 * _TILE * 8)
-        self._noted_run = LANES if form.block_size >= LANES else 1
+        # Of keys and of values of a tile's slots: that of the first of a run says all.
+        self._addresses = code.room(2 * _TILE * 8)
+        self._slots_a_run = LANES if form.block_size >= LANES else 1
         self._words = code.room(_TILE * self._keys.num_bytes)
         self._factors = code.room(_TILE * self._keys.scale_bytes * 2)
         self._scores = code.room(JOB_ROWS * form.group * PART * 4)
@@ -275,9 +276,9 @@ class Part:
             (*(self._values, code.task.values, code.task.value_scales, slot),),
         )
         for index, (numbers, pool, scales, first) in enumerate(sides):
-            to = self._noted + index * (_TILE * 8) + (slot - tile) * 8
+            to = self._addresses + index * (_TILE * 8) + (slot - tile) * 8
             tokens = self._tokens(pool, numbers.num_bytes, first, LANES)
-            for lane in range(0, LANES, self._noted_run):
+            for lane in range(0, LANES, self._slots_a_run):
                 code.store(tokens[lane], to, lane * 8)
             if numbers.scale_bytes:
                 run = max(1, _CACHE_LINE // (form.num_kv_heads * numbers.scale_bytes))
@@ -298,9 +299,9 @@ class Part:
                 if count * num_words > width * lines:
                     number = code.least(number, width * lines - 1)
                 place = slot + number // lines
-                lane = place & self._noted_run - 1
-                noted = self._noted + index * (_TILE * 8)
-                token = code.load(noted, (place - lane) * 8, I64)
+                lane = place & self._slots_a_run - 1
+                addresses = self._addresses + index * (_TILE * 8)
+                token = code.load(addresses, (place - lane) * 8, I64)
                 token = token + lane * (self._form.num_kv_heads * numbers.num_bytes)
                 code.prefetch(token, number % lines * _CACHE_LINE, to_second=True)
 

@@ -16,6 +16,7 @@ WORD_LANES = 16
 FLOATS, WHOLES = (ir.VectorType(kind, WORD_LANES) for kind in (F32, I32))
 # The largest number of 16 bits whose bytes both have signs, and are 127 at most.
 MOST_IN_BYTES = 127 * 256 + 127
+# The largest number of 16 bits with a sign.
 MOST_SHORT = 32767
 # Added to a small float32, it leaves the nearest whole number in the lowest bits.
 _TO_WHOLE, _BITS_OF_IT = 1.5 * 2**23, 0x4B400000

@@ -192,14 +192,15 @@ def store_floats(
 
 
 def exp(code: Code, x: Value) -> Value:
-    """Return exp of a vector of floats; 0 below -87, and no infinity above 88."""
+    """Return exp of a vector of floats; 0 below -87, and no infinity above 88. A NaN stays one."""
     count = x.type.count
 
     def floats(value: float) -> Value:
         return code.floats(value, count)
 
     is_zero = x < _LEAST
-    x = code.least(code.greatest(x, _LEAST), _MOST)
+    # In this order a NaN fails both comparisons and stays: bounds first, at no further instruction.
+    x = code.least(floats(_MOST), code.greatest(floats(_LEAST), x))
     n = code.call(f"llvm.rint.v{count}f32", x.type, x * floats(_LOG2_E))
     r = x - n * floats(_LN2_HIGH)
     r = r - n * floats(_LN2_LOW)

@@ -117,7 +117,7 @@ _SMALL_CODED: dict[int, _Row] = {
 _WIDEST_OTHER = (Tile(16, 16, 8, 1),) * 4
 _LARGE_OTHER = {
     128: (Tile(16, 32, 4, 4), Tile(32, 32, 8, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 16, 8, 2)),
+    256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
     512: _WIDEST_OTHER,
 }
 _SMALL_OTHER = {

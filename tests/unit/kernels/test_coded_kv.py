@@ -172,6 +172,29 @@ def test_values_that_are_no_numbers_are_not_attended_as_such(code: KvCode) -> No
     assert torch.allclose(out[1], found.exact()[1], atol=1e-3)
 
 
+@pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_key_that_is_no_number_makes_none_of_what_sees_it(
+    code: KvCode, softcap: float | None
+) -> None:
+    """Its weight was 0 once: an answer without it, as fluent as the right one."""
+    torch.manual_seed(0)
+    kv = zeroed_pools(5, 16, 1, 64, 64, code=code)
+    kv.write(torch.randn(64, 1, 64), torch.randn(64, 1, 64), torch.arange(64))
+    kv.key_scales[1, 3, 0, 1] = float("nan")
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    sequences = PagedSequences((1, 1), (32, 32), tables, 16)
+    query = torch.randn(2, 2, 64)
+    found = Scene(kv, sequences, query, FULL, softcap, None)
+
+    out = found.compiled()
+
+    assert out[0].isnan().all()
+    assert torch.allclose(out[1], found.exact()[1], atol=1e-3)
+    behind = replace(found, span=AttentionSpan(window=12))
+    assert torch.allclose(behind.compiled(), behind.exact(), atol=1e-3)
+
+
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize(("dim", "is_turned"), [(64, True), (48, True), (64, False)])
 def test_changed_numbers_are_those_restored_changed_and_rounded(
