@@ -159,7 +159,9 @@ class FeedReader:
                     start_block = max(start_block, feed.num_front // self._manager.block_size)
                 if self._manager.has_state:
                     num_restored = len(feed.ids) // self._manager.block_size
-                    start_block = min(start_block, num_restored - self._manager.num_state_blocks)
+                    # The state, and the window before it: the device may have another end's.
+                    num_read = self._manager.num_state_blocks + self._manager.window_blocks
+                    start_block = max(0, min(start_block, num_restored - num_read))
                 start_block = self._planned_start(link, feed, runs, start_block)
                 wanted.extend(run for run in runs if run.end_block > start_block)
         finally:
@@ -279,12 +281,16 @@ class FeedReader:
         return start_block
 
     def _piece(self, run: BlockRun, image: Image, start_block: int) -> Piece:
-        """Make a piece of an image, without the blocks before `start_block`."""
+        """Make a piece of an image, without the blocks before `start_block`; raises DamagedRecord
+        if it is not as long as its blocks are.
+        """
         num_known = max(0, start_block - run.start_block)
         num_blocks = run.num_blocks - num_known
         if isinstance(image, bytes | bytearray | memoryview):
             rest = memoryview(image)[num_known * self._image_bytes :]
             image = bytearray(rest) if rest.readonly else rest
+            if len(image) != num_blocks * self._image_bytes:
+                raise DamagedRecord("size")
         return Piece(run.start_block + num_known, num_blocks, image, run.fingerprint)
 
 

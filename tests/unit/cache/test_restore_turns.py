@@ -183,6 +183,21 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     assert not arrival.is_over
 
 
+def test_an_image_shorter_than_its_blocks_is_a_miss(
+    reading: Callable[..., Reading], caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = full_tier()
+    first = next(iter(tier.blocks))
+    tier.blocks[first] = tier.blocks[first][:-1]
+    own = reading(tier)
+    arrival, _ = own.begin()
+    own.settle(arrival)
+
+    assert arrival.miss_reason is MissReason.CORRUPT
+    assert arrival.num_tokens == 0
+    assert not caplog.records, "it is no error of the program"
+
+
 @pytest.mark.parametrize(
     ("error", "miss_reason"),
     [
