@@ -271,7 +271,7 @@ class CompiledStep:
             units[parts.of_parts[kind]] = count * of_kind.num_kv_heads
         units[parts.of_rows] = num_rows
         if self.watch is None:
-            units[parts.of_watched] = 0
+            units[parts.stream_copies] = 0
         units[parts.of_picked] = num_logits
         units[parts.of_sequences] = parts.sequence_units * num_sequences
         units[parts.of_head] = self._head_units() if num_logits else 0

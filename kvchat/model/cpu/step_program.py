@@ -123,6 +123,7 @@ class StepProgram:
                          operations with as many units as rows, as wanted rows, as `head_units`
                          if any row is wanted, as jobs times KV heads, and as `sequence_units` times
                          sequences
+    stream_copies        operations that copy a stream that is watched
     sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
     guess_bytes          what the inputs of a guess take that layers with a state keep
     reading              the program that lets the first sequence's state read right guesses
@@ -144,7 +145,7 @@ class StepProgram:
         self._decoder = decoder
         self._watched = watched
         self._streams = floats(len(watched) * decoder.norm.weight.numel()).numpy()
-        self.of_watched: list[int] = []
+        self.stream_copies: list[int] = []
         self._pools = pools
         self._windowed = windowed
         table: Any = decoder.embedding.weight
@@ -226,7 +227,7 @@ class StepProgram:
 
     def _watch(self, index: int) -> None:
         for place in (at for at, each in enumerate(self._watched) if each == index):
-            self.of_watched.append(len(self._operations.all))
+            self.stream_copies.append(len(self._operations.all))
             part = torch.from_numpy(self._streams[:, place * self.stream.shape[1] :])
             self._operations.copy(self.stream, part)
 

@@ -117,7 +117,7 @@ class StepBuffers:
         self._seeds = torch.zeros(self._max_tokens, dtype=torch.int64, device=device)
         self._draws: list[RowDraw] = []  # the content of these three
         # The blocks of each row of a table, as a list and as numbers of numpy.
-        self._listed: list[list[int]] = [[] for _ in range(self._max_sequences)]
+        self._row_blocks: list[list[int]] = [[] for _ in range(self._max_sequences)]
         self._numbers = [np.empty(0, np.int32)] * self._max_sequences
 
     def batch(self, shape: StepShape) -> ForwardBatch:
@@ -270,8 +270,8 @@ class StepBuffers:
         """Return a row's blocks as numbers of numpy, made anew only where they change: a long list
         takes longer than all else of a step.
         """
-        if self._listed[row][: len(blocks)] != blocks:
-            self._listed[row], self._numbers[row] = blocks, np.array(blocks, np.int32)
+        if self._row_blocks[row][: len(blocks)] != blocks:
+            self._row_blocks[row], self._numbers[row] = blocks, np.array(blocks, np.int32)
         return self._numbers[row][: len(blocks)]
 
     def _fill_draws(self, draws: list[RowDraw], shape: StepShape) -> None:
