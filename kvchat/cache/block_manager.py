@@ -129,14 +129,14 @@ class CacheManager:
         if not self._reuse:
             return 0
         blocks = self._tree.blocks_of(encode_ids(token_ids), self._root(moved_under))
-        return self._num_usable_blocks(blocks) * self.block_size
+        return self._num_usable_blocks(blocks, token_ids) * self.block_size
 
     def num_moved_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens the moved contexts of one name have in full blocks."""
         names = self._tree.moved_names
         return max((self.num_cached_tokens(token_ids, name) for name in names), default=0)
 
-    def _num_usable_blocks(self, blocks: Sequence[int]) -> int:
+    def _num_usable_blocks(self, blocks: Sequence[int], token_ids: TokenIds) -> int:
         """Return after how many of a context's blocks a sequence can go on."""
         return len(blocks)
 
@@ -307,11 +307,14 @@ class CacheManager:
             num_blocks, is_shared, note_leaving if self._lower_tier is not None else None
         )
         for encoded, blocks in leaving:
-            assert self._lower_tier is not None
-            self._lower_tier.demote(encoded, blocks)
+            self._demote(encoded, blocks)
         self._num_evicted += len(evicted)
         num_freed = self._pool.release(evicted)
         assert num_freed == len(evicted)
+
+    def _demote(self, encoded: bytes, blocks: list[int]) -> None:
+        assert self._lower_tier is not None
+        self._lower_tier.demote(encoded, blocks)
 
     def _is_shared(self, block: int) -> bool:
         return self._pool.references[block] > 1

@@ -15,7 +15,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable, TableState
 from kvchat.cache.keys import encode_ids
-from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.kv_pool import KvGeometry, KvPool
 from kvchat.cache.radix_tree import Node, path_to_root
 from kvchat.core.types import TokenIds
 from kvchat_kernels.state_buffer import StateBuffer
@@ -30,6 +30,16 @@ _MOST_BETWEEN_MARKS = 2048
 _MOST_VERIFIED = 16
 
 
+def state_blocks(geometry: KvGeometry, state_bytes: int) -> int:
+    """Return how many blocks a snapshot of a state of so many bytes takes."""
+    return -(-state_bytes // geometry.block_bytes)
+
+
+def num_state_blocks_of(token_id: int) -> int:
+    """Return how many blocks of a snapshot end with this id in the last slot; 0 for a token's."""
+    return max(0, _FIRST_STATE_ID + 1 - token_id)
+
+
 class StateCacheManager(CacheManager):
     """`state_bytes` is the size of one sequence's state. Snapshots stand at ends of blocks.
 
@@ -42,9 +52,12 @@ class StateCacheManager(CacheManager):
 
     def __init__(self, kv_pool: KvPool, state_bytes: int, reuse: bool = True) -> None:
         super().__init__(kv_pool, reuse)
+        self._size_snapshots(state_bytes)
+
+    def _size_snapshots(self, state_bytes: int) -> None:
         assert state_bytes > 0
         size = self.block_size
-        self.num_state_blocks = -(-state_bytes // kv_pool.geometry.block_bytes)
+        self.num_state_blocks = state_blocks(self.kv_pool.geometry, state_bytes)
         self.state_ids = array(
             "i", [_FIRST_STATE_ID - n for n in range(self.num_state_blocks) for _ in range(size)]
         )
@@ -98,7 +111,11 @@ class StateCacheManager(CacheManager):
         if self._first_state_block not in node.children:
             return None
         blocks = self._tree.blocks_of(self._encoded_state, node)
-        return blocks if len(blocks) == self.num_state_blocks else None
+        return blocks if self._is_whole(blocks) else None
+
+    def _is_whole(self, blocks: list[int]) -> bool:
+        """Whether these blocks of a snapshot are all of it."""
+        return len(blocks) == self.num_state_blocks
 
     def state_of(self, table: BlockTable) -> StateBuffer:
         """Return the running state of a table's sequence, loaded at the first call."""
@@ -240,10 +257,10 @@ class StateCacheManager(CacheManager):
         context = self.with_state(token_ids, position)
         encoded = encode_ids(context)
         first = position // self.block_size
-        num_there = len(self._tree.blocks_of(encoded))
-        if num_there == len(context) // self.block_size:
+        known = self._tree.blocks_of(encoded)[first:]
+        if self._is_whole(known):
             return
-        if num_there > first:  # a part of it was evicted
+        if known:  # a part of it was evicted
             self._pool.release(self._tree.cut(encoded, first))
         rows = data.view(self.num_state_blocks, -1)
 
@@ -261,8 +278,11 @@ class StateCacheManager(CacheManager):
         """Drop the snapshots of a sequence that failed: any of them may hold a NaN."""
         if table.state is not None:
             table.state.taken.clear()
-            for position in self.snapshot_positions(token_ids):
-                self._drop(token_ids, position)
+            node, num_blocks = self._tree.find(encode_ids(token_ids))
+            ends = [end for above, end in _ends(node) if self._first_state_block in above.children]
+            for end in ends:
+                if end <= num_blocks:
+                    self._drop(token_ids, end * self.block_size)
 
     def with_state(self, token_ids: TokenIds, num_tokens: int) -> TokenIds:
         """Return the ids under which the snapshot after the first `num_tokens` is kept."""

@@ -7,7 +7,7 @@ place where a prompt left a known context. A match ends where all layers have wh
 looks at; the tokens after it come from a slower tier, or are computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +25,11 @@ from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 
 
 def most_in_use(windows: Windows, max_step_tokens: int, block_size: int) -> int:
-    """Return how many window blocks one sequence uses at the most: a window and a step."""
-    return windows.num_blocks(block_size) + -(-max_step_tokens // block_size) + 1
+    """Return how many window blocks one sequence uses at the most: a window, a step, and the
+    snapshot that it begins with.
+    """
+    num_seen = windows.num_blocks(block_size) + windows.num_state_blocks
+    return num_seen + -(-max_step_tokens // block_size) + 1
 
 
 class WindowedCacheManager(CacheManager):
@@ -61,7 +64,11 @@ class WindowedCacheManager(CacheManager):
 
     # Matching
 
-    def _num_usable_blocks(self, blocks: Sequence[int]) -> int:
+    def _num_seen(self, token_ids: TokenIds, num_blocks: int) -> int:
+        """Return how many of a context's first `num_blocks` need window blocks for it to go on."""
+        return self.window_blocks
+
+    def _num_usable_blocks(self, blocks: Sequence[int], token_ids: TokenIds) -> int:
         """Return after how many of a context's blocks all layers have what the next token sees."""
         missing = np.flatnonzero(~self._blocks.are_there(blocks))
         if not len(missing) or len(blocks) - 1 - missing[-1] >= self.window_blocks:
@@ -74,18 +81,18 @@ class WindowedCacheManager(CacheManager):
         if not self._reuse:
             return super().match(token_ids, moved_under)
         encoded, root = encode_ids(token_ids[:-1]), self._root(moved_under)
-        found = self._tree.match(encoded, root)
-        num_known, end = len(found.blocks), self._num_usable_blocks(found.blocks)
+        known = self._tree.match(encoded, root)
+        num_known, end = len(known.blocks), self._num_usable_blocks(known.blocks, token_ids)
         if end < num_known:
-            found = self._tree.match(encoded[: end * self.block_size * TOKEN_BYTES], root)
-        table = self._hold(found.node, list(found.blocks), end * self.block_size, end)
+            known = self._tree.match(encoded[: end * self.block_size * TOKEN_BYTES], root)
+        table = self._hold(known.node, list(known.blocks), end * self.block_size, end)
         ends = (num_known,) if num_known else ()
-        table.window = TableWindow(max(0, end - self.window_blocks), ends)
+        table.window = TableWindow(max(0, end - self._num_seen(token_ids, end)), ends)
         self._blocks.hold(table.blocks[table.window.first :])
-        if found.head is not None and self._blocks.has(found.head):
-            self._blocks.hold([found.head])
-            self._copy_head(table, found.head, found.head_len)
-            self._blocks.let_go([found.head], is_kept=True)
+        if known.head is not None and self._blocks.has(known.head):
+            self._blocks.hold([known.head])
+            self._copy_head(table, known.head, known.head_len)
+            self._blocks.let_go([known.head], is_kept=True)
         return table
 
     def match_without_windows(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
@@ -154,7 +161,7 @@ class WindowedCacheManager(CacheManager):
         super().commit(table, token_ids, num_computed)
         # Slots of a private table are closer than positions, so those of a window are among these.
         last = table.slot_of(num_computed) // self.block_size if num_computed else 0
-        window, first = _window_of(table), last - self.window_blocks
+        window, first = _window_of(table), last - self._num_seen(token_ids, last)
         for index in range(window.first, first):
             is_kept = self._reuse and self._is_before_an_end(index, window.ends)
             self._blocks.let_go([table.blocks[index]], is_kept=is_kept)
@@ -215,13 +222,14 @@ class WindowedCacheManager(CacheManager):
         """
         images, fill = self._images_of(image)
         num_blocks = min(len(images), self.num_available)
-        images = images[:num_blocks]
-        num_windows = self._num_with_windows(images)
-        found = self._tree.match(encode_ids(token_ids[: first * self.block_size]))
-        if not num_blocks or len(found.blocks) != first or not self._reuse:
+        images, end = images[:num_blocks], first + num_blocks
+        num_seen = self._num_seen(token_ids, end)
+        num_windows = self._num_with_windows(images[max(0, num_blocks - num_seen) :])
+        known = self._tree.match(encode_ids(token_ids[: first * self.block_size]))
+        if not num_blocks or len(known.blocks) != first or not self._reuse:
             return 0
-        table = self._hold(found.node, list(found.blocks), first * self.block_size, first)
-        num_written, end = 0, first + num_blocks
+        table = self._hold(known.node, list(known.blocks), first * self.block_size, first)
+        num_written = 0
         try:
             if self._make_room_without(num_blocks) and self._blocks.make_room(num_windows):
                 self._extend(table, num_blocks, num_windows)
@@ -232,16 +240,13 @@ class WindowedCacheManager(CacheManager):
             own = table.blocks[_window_of(table).first :]
             self._blocks.let_go(own, is_kept=True, is_passing=True)
         if num_written:  # what came before is behind the window now
-            self._blocks.drop_passing(table.blocks[: max(0, end - self.window_blocks)])
+            self._blocks.drop_passing(table.blocks[: max(0, end - num_seen)])
         return num_blocks if num_written else 0
 
     def _num_with_windows(self, images: torch.Tensor) -> int:
-        """Return how many of the last images have KV in the layers with a window, up to as many as
-        a sequence looks at.
-        """
-        last = images[max(0, len(images) - self.window_blocks) :]
-        missing = np.flatnonzero(~self.kv_pool.has_windows(last))
-        return len(last) - 1 - int(missing[-1]) if len(missing) else len(last)
+        """Return how many of the last images have KV in the layers with a window."""
+        missing = np.flatnonzero(~self.kv_pool.has_windows(images))
+        return len(images) - 1 - int(missing[-1]) if len(missing) else len(images)
 
     def _extend(self, table: BlockTable, num_blocks: int, num_windows: int) -> None:
         """Add blocks to a table, of which the last get window blocks; there is room for them."""
@@ -257,12 +262,16 @@ class WindowedCacheManager(CacheManager):
             self._blocks.check()
             return
         num_users = [0] * self._pool.num_blocks
-        for table in tables:
-            for block in table.blocks[_window_of(table).first :]:
-                num_users[block] += 1
+        for block in self._window_users(tables):
+            num_users[block] += 1
         if self._spare_block is not None:
             num_users[self._spare_block] += 1
         self._blocks.check(num_users)
+
+    def _window_users(self, tables: list[BlockTable]) -> Iterator[int]:
+        """Yield each block once for every use of its window block by a table."""
+        for table in tables:
+            yield from table.blocks[_window_of(table).first :]
 
 
 def _window_of(table: BlockTable) -> TableWindow:

@@ -5,6 +5,7 @@ that no KV has stand for the layers with a window: `has_windows` tells such imag
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -25,10 +26,14 @@ _ABSENT = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which storing layers of a model have a window, and how many tokens the longest has."""
+    """Which storing layers of a model have a window, and how many tokens the longest has.
+
+    A snapshot of the model's recurrent state takes `num_state_blocks` blocks, 0 without any.
+    """
 
     layers: frozenset[int]
     num_tokens: int
+    num_state_blocks: int = 0
 
     def num_blocks(self, block_size: int) -> int:
         """Return how many blocks a sequence sees after any number of tokens, at the most, beside
@@ -178,4 +183,12 @@ class WindowedKvPool(KvPool):
         first = min(self.windows.layers)
         start = sum(self._layer_bytes(index) for index in range(first))
         of_layer = images[:, start : start + self._layer_bytes(first)]
-        return np.asarray(~(of_layer == _ABSENT).all(dim=1).cpu().numpy())
+        with _apart_from_steps(images.device):
+            return np.asarray(~(of_layer == _ABSENT).all(dim=1).cpu().numpy())
+
+
+def _apart_from_steps(device: torch.device) -> AbstractContextManager[Any]:
+    """Have a GPU compute what follows beside its steps: images are there before they are asked."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))

@@ -19,8 +19,9 @@ from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.kv_pool import CodedFormat, KvPool
-from kvchat.cache.state_manager import StateCacheManager
+from kvchat.cache.state_manager import StateCacheManager, state_blocks
 from kvchat.cache.windowed_manager import WindowedCacheManager
+from kvchat.cache.windowed_state_manager import WindowedStateManager
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.events import LoadProgress, ModelReady
@@ -255,17 +256,22 @@ def _cache_and_runner(
     threads = new_threads(loaded.device)
     geometry = kv_geometry(loaded.spec, config, loaded.dtype)
     windows = kv_windows(loaded.spec, config)
+    num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
     if windows is not None:
+        windows = replace(windows, num_state_blocks=state_blocks(geometry, num_bytes))
         sizes = loaded.max_context, max_step_tokens
         pool = new_windowed_pool(geometry, windows, config, loaded.device, *sizes)
+        numbers = pool.blocks.of_block
+        if loaded.spec.state:
+            both = WindowedStateManager(pool, num_bytes, max_step_tokens, config.reuse)
+            stateful = StatefulModel(loaded, pool.layers, windows.layers, numbers)
+            return both, StatefulRunner(stateful, both, threads)
         manager = WindowedCacheManager(pool, max_step_tokens, config.reuse)
         model = PagedModel(loaded, pool.layers, windows.layers)
-        numbers = pool.blocks.of_block
         graphs = new_graphs(model, manager, engine_config, numbers)
         return manager, Runner(model, manager.block_size, graphs, threads, numbers)
     kv_pool = new_kv_pool(geometry, config, loaded.device)
     if loaded.spec.state:
-        num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
         states = StateCacheManager(kv_pool, num_bytes, config.reuse)
         return states, StatefulRunner(
             StatefulModel(loaded, _kv_of(loaded, kv_pool)), states, threads

@@ -153,8 +153,16 @@ class StatefulModel(PagedModel):
     takes guesses (`SequencePiece.num_guesses`), of small steps.
     """
 
-    def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
-        super().__init__(loaded, pools)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pools: KvLayers,
+        windowed: frozenset[int] = frozenset(),
+        window_blocks: torch.Tensor | None = None,
+    ) -> None:
+        """`windowed` as of PagedModel, `window_blocks` as of `build_batch`."""
+        super().__init__(loaded, pools, windowed)
+        self._window_blocks = window_blocks
         self.state_io = StateIo(self._module, loaded.spec.state, loaded.dtype, loaded.device)
         self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._steps_one_by_one = loaded.spec.model_type in _ONE_BY_ONE
@@ -169,7 +177,7 @@ class StatefulModel(PagedModel):
         """
         if self.compiled is not None:
             states = [state_of(piece) for piece in pieces]
-            batch = build_batch(pieces, block_size, self.device)
+            batch = build_batch(pieces, block_size, self.device, self._window_blocks)
             check = self.loaded.step.check_if_asked
             guesses = [piece.num_guesses for piece in pieces]
             found = self.compiled.logits(batch, check, states, guesses)
@@ -213,7 +221,7 @@ class StatefulModel(PagedModel):
     def _forward_part(
         self, piece: SequencePiece, state: StateBuffer, block_size: int
     ) -> torch.Tensor:
-        batch = build_batch([piece], block_size, self.device)
+        batch = build_batch([piece], block_size, self.device, self._window_blocks)
         settings: dict[str, Any] = {"use_cache": True}
         if self._takes_positions:
             settings["position_ids"] = batch.positions[None]

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kvchat.core.events import RequestEvent
 from kvchat.model.batch import SequencePiece
-from kvchat.model.loader import LoadedModel
 from kvchat.model.self_test import compare_with_own
 from support.matrix import spread
 from support.stateful_models import (
@@ -24,13 +22,13 @@ from support.stateful_models import (
     NUM_GENERATED,
     STATEFUL,
     Chat,
+    Loaded,
     load_stateful,
     open_engine,
     words,
 )
 
 BLOCK = 16
-Loaded = tuple[PreTrainedModel, LoadedModel]
 
 
 @pytest.mark.parametrize("name", spread(STATEFUL, FORMS[:4]))

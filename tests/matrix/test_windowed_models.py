@@ -3,8 +3,6 @@
 Every chat passes the window of 8 tokens ten times, in chunks of 7, with a fork, in two turns.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,6 +28,7 @@ from support.specimens import (
     make_specimen,
     random_ids,
 )
+from support.watched_logits import watched_logits
 
 FAMILIES = ["gemma3, mixed windows", "mistral, window", "gpt_oss, sinks", "gemma3n, shared KV"]
 GREEDY = SamplingParams(temperature=0.0)
@@ -43,14 +42,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def logits_of_a_chat(engine: Engine) -> list[torch.Tensor]:
     """Return the logits of every step of a prompt, a forked answer, and the next turn."""
-    rows: list[torch.Tensor] = []
-    run = engine._runner.run_pieces
-
-    def watched(pieces: Any) -> torch.Tensor:
-        rows.append(run(pieces).clone())
-        return rows[-1]
-
-    engine._runner.run_pieces = watched  # type: ignore[method-assign]
+    rows = watched_logits(engine)
     prompt = tuple(random_ids(60, 1))
     answer: list[int] = []
     engine.submit(RequestSpec(prompt, GREEDY, max_tokens=12, num_samples=2))

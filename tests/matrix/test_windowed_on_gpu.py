@@ -35,6 +35,7 @@ from support.late_runner import LateRunner
 from support.matrix import spread
 from support.memory_tier import MemoryTier
 from support.specimens import cache_and_runner, engine_on, random_ids
+from support.watched_logits import watched_logits
 
 FAMILIES = ["gemma3, mixed windows", "mistral, window", "gpt_oss, sinks", "gemma3n, shared KV"]
 GREEDY = SamplingParams(temperature=0.0)
@@ -121,14 +122,7 @@ def num_ahead(made: Engine) -> int:
 
 def logits_of(made: Engine) -> list[torch.Tensor]:
     """Return the logits of every step of a chat that asks for them."""
-    rows: list[torch.Tensor] = []
-    run = made._runner.run_pieces
-
-    def watched(pieces: Any) -> torch.Tensor:
-        rows.append(run(pieces).clone())
-        return rows[-1]
-
-    made._runner.run_pieces = watched  # type: ignore[method-assign]
+    rows = watched_logits(made)
     prompt = tuple(random_ids(60, 1))
     forked = RequestSpec(prompt, GREEDY, max_tokens=20, num_samples=2, num_top_logprobs=1)
     [answer, _] = answers(made, forked)

@@ -176,6 +176,15 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "zaya": ("zaya", {}),
     "lfm3": ("lfm3", {"layer_types": ["conv", "full_attention"]}),
+    "lfm3, windows": (
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+            "sliding_window": 20,
+        },
+    ),
+    "zaya, windows": ("zaya", {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 20}),
     "mamba, no attention": ("mamba", _MAMBA1),
     "falcon_mamba, no attention": ("falcon_mamba", _MAMBA1),
     "mamba2, no attention": (
@@ -204,9 +213,11 @@ FORMS = [
         "minimax",
         "kimi_linear",
         "mamba2, no attention",
+        "lfm3, windows",
     )
     if name in STATEFUL
 ]
+Loaded = tuple[PreTrainedModel, LoadedModel]
 MAX_CONTEXT = 400
 NUM_GENERATED = 8
 
@@ -216,7 +227,7 @@ def words(length: int, seed: int) -> list[int]:
     return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
-def load_stateful(name: str, directory: Path) -> tuple[PreTrainedModel, LoadedModel]:
+def load_stateful(name: str, directory: Path) -> Loaded:
     """Save a tiny model of a type and load it; return it and what was loaded."""
     model_type, settings = STATEFUL[name]
     reference = tiny_model(model_type, **settings)
@@ -231,12 +242,17 @@ def open_engine(
     step_tokens: int = 48,
     host_bytes: int = 0,
     speculation: Speculation | None = None,
+    whole_windows: bool = False,
 ) -> Engine:
-    """Return an engine whose KV is kept in `directory`, nowhere if that is None."""
+    """Return an engine whose KV is kept in `directory`, nowhere if that is None.
+
+    With `whole_windows`, layers with a window keep everything.
+    """
     cache = CacheConfig(
         device_bytes=Size(num_bytes=num_bytes),
         host_bytes=Size(num_bytes=host_bytes),
         directory=directory,
+        whole_windows=whole_windows,
     )
     settings = EngineConfig(max_step_tokens=step_tokens)
     engine = engine_around(loaded, cache, settings, NO_MEMORY, speculation)

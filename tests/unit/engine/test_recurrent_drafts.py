@@ -29,10 +29,11 @@ from support.stateful_models import load_stateful, open_engine, words
 from support.trial_drafters import OracleDrafter
 
 BLOCK = 16
-# Compiled steps of gated delta nets, Mamba 2, a short convolution and Mamba 1, and modules alone.
+# Compiled steps of gated delta nets, Mamba 2, a short convolution and Mamba 1, modules alone, and
+# these beside layers with a window.
 NAMES = (
     *("qwen3_5, compiled", "falcon_h1", "lfm2", "jamba, mamba-1", "kimi_linear", "zamba2"),
-    "minimax",
+    *("minimax", "lfm3, windows"),
 )
 Question = tuple[tuple[int, ...], SamplingParams, int]
 Answers = dict[tuple[Question, int], list[int]]
@@ -167,7 +168,7 @@ def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Itera
     drafted = Run(loaded, directory / f"drafted{seed}", seed, plain.answers)
     drafted.live()
     is_compiled = loaded.compiled is not None and not loaded.compiled.is_off
-    assert is_compiled == (name != "minimax")
+    assert is_compiled == (name not in ("minimax", "lfm3, windows"))
     common = plain.states.keys() & drafted.states.keys()
     assert drafted.states.keys() == plain.states.keys() or not drafted.is_calm
     for ids in common:

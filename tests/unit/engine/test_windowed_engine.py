@@ -55,7 +55,7 @@ def forget_a_block_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def go_on_after_a_lost_window(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WindowedCacheManager, "_num_usable_blocks", lambda self, blocks: len(blocks))
+    patch.setattr(WindowedCacheManager, "_num_usable_blocks", lambda self, blocks, ids: len(blocks))
     patch.setattr(WindowBlocks, "hold", lambda self, blocks: None)
 
 
