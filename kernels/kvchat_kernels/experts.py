@@ -1,4 +1,4 @@
-"""The plain experts of a mixture whose weights are blocks of 8 or 4 bits, on a GPU.
+"""The plain experts of a mixture whose weights are blocks, on a GPU.
 
 experts.md describes the kernels. A CPU's are in `cpu/experts.py`.
 """

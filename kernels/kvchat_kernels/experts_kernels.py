@@ -84,11 +84,10 @@ def group_kernel(
 
 @triton.jit
 def one_row_of_experts_kernel(
-    rows_ptr, chosen_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    rows_ptr, chosen_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, codes_ptr,
     out_ptr, out_size, out_stride,
-    PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    STAGES: tl.constexpr,
+    PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr, FORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, pair) computes BLOCK_N outputs of a pair's expert."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -96,9 +95,8 @@ def one_row_of_experts_kernel(
     first = tl.load(chosen_ptr + pair).to(tl.int32) * out_size
     result = outputs_of_row(
         rows_ptr + pair // PAIRS_OF_A_ROW * IN_SIZE, levels_ptr, scales_ptr, minimums_ptr,
-        steps_ptr,
-        first + output, first + out_size, IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_N, BLOCK_B,
-        STAGES,
+        steps_ptr, codes_ptr,
+        first + output, first + out_size, IN_SIZE, FORM, BLOCK_N, BLOCK_B, STAGES,
     )  # fmt: skip
     target = out_ptr + pair * out_stride + output
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=output < out_size)
@@ -106,10 +104,9 @@ def one_row_of_experts_kernel(
 
 @triton.jit(do_not_specialize=["most"])
 def rows_of_experts_kernel(
-    rows_ptr, order_ptr, groups_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
-    out_ptr, out_size,
-    out_stride, most, PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    rows_ptr, order_ptr, groups_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, codes_ptr,
+    out_ptr, out_size, out_stride, most, PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, group) computes BLOCK_N outputs of the pairs of a group."""
@@ -124,9 +121,9 @@ def rows_of_experts_kernel(
     is_pair = (slot < size)[:, None]
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = outputs_of_rows(
-        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, pair // PAIRS_OF_A_ROW, is_pair,
-        first + output, first + out_size, IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_M, BLOCK_N,
-        BLOCK_B, PRECISION,
+        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, codes_ptr,
+        pair // PAIRS_OF_A_ROW, is_pair, first + output, first + out_size, IN_SIZE, FORM,
+        BLOCK_M, BLOCK_N, BLOCK_B, PRECISION,
     )  # fmt: skip
     target = out_ptr + pair * out_stride + output[None, :]
     inside = is_pair & (output < out_size)[None, :]

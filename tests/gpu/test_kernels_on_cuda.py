@@ -17,7 +17,9 @@ from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.row_operations import rms_norm
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
 from support.block_linear_checks import (
+    FILE_KINDS,
     KINDS,
+    ROUNDED_KINDS,
     Kind,
     check_block_linear,
     check_many_rows_by_tiles,
@@ -121,11 +123,18 @@ def test_products_with_one_row(sizes: tuple[int, int], dtype: torch.dtype, has_b
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("sizes", [(90, 37), (896, 1152), (4096, 6144)], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS, ids=str)
 def test_products_with_weights_in_blocks(
     kind: Kind, sizes: tuple[int, int], num_rows: int, dtype: torch.dtype
 ) -> None:
     check_block_linear(kind, (num_rows, *sizes), dtype, True, DEVICE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+@pytest.mark.parametrize("kind", FILE_KINDS, ids=str)
+def test_products_with_planes_codes_and_floats_of_files(kind: Kind, num_rows: int) -> None:
+    """Twenty rows multiply with unpacked tiles."""
+    check_block_linear(kind, (num_rows, 1024, 515), torch.bfloat16, False, DEVICE)
 
 
 def test_many_rows_multiply_with_unpacked_tiles() -> None:
@@ -138,10 +147,16 @@ def test_a_row_of_a_block_product_does_not_depend_on_the_rows_beside_it() -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS, ids=str)
 def test_experts_with_weights_in_blocks(kind: Kind, num_rows: int, dtype: torch.dtype) -> None:
     kinds = (kind, kind) if num_rows != 5 else (kind, KINDS[0], kind)
     check_block_experts(Case(num_rows, 16, 8, 96, 160, kinds, dtype), DEVICE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("kind", FILE_KINDS, ids=str)
+def test_experts_in_planes_codes_and_floats_of_files(kind: Kind, num_rows: int) -> None:
+    check_block_experts(Case(num_rows, 8, 2, kinds=(kind, kind), dtype=torch.bfloat16), DEVICE)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

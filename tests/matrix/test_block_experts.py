@@ -1,4 +1,4 @@
-"""A mixture's experts with 4-bit and 8-bit weights on a GPU: interpreted, and compiled for GPUs."""
+"""A mixture's experts with weights in blocks on a GPU: interpreted, and compiled for GPUs."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from kvchat_kernels.experts import MAX_ROWS
 from kvchat_kernels.experts_kernels import Groups, add_up_launch, group_launch, product_launch
-from support.block_linear_checks import KINDS, Kind
+from support.block_linear_checks import KINDS, Kind, empty_blocks
 from support.compiling import BLACKWELL, GPUS, HOPPER, RTX_40, Gpu
 from support.expert_checks import (
     Case,
@@ -20,7 +20,7 @@ from support.expert_checks import (
 from support.interpreter import Interpreter
 from support.matrix import spread
 from support.soak_sizes import short_and_long
-from unit.kernels.test_block_linear import check_compiled, meta, meta_blocks
+from unit.kernels.test_block_linear import check_compiled, meta
 
 
 @pytest.mark.parametrize("num_rows", spread([1, 2], [2]))
@@ -29,7 +29,7 @@ def test_experts_are_those_of_the_unpacked_weights(
     interpreter: Interpreter, kind: Kind, num_rows: int
 ) -> None:
     dtype = torch.float16 if num_rows == 2 else torch.float32
-    num_experts = 3 if kind.has_steps else 6  # rows of 256 columns take long
+    num_experts = 3 if kind.columns > 32 else 6  # rows of 256 columns take long
     interpreter(check_block_experts, Case(num_rows, num_experts, kinds=(kind, kind), dtype=dtype))
 
 
@@ -46,7 +46,7 @@ def test_no_row_has_no_output(interpreter: Interpreter, impl: str) -> None:
     interpreter(check_block_experts, Case(num_rows=0), "cpu", impl)
 
 
-WITHOUT_STEPS = [kind for kind in KINDS if not kind.has_steps]
+WITHOUT_STEPS = [kind for kind in KINDS if kind.columns == 32]
 
 
 @short_and_long(1, 60)
@@ -58,7 +58,7 @@ def test_steps_of_random_sizes(interpreter: Interpreter, size: int) -> None:
 
     for _ in range(size):
         num_experts = 8 + below(12)
-        kinds = tuple(WITHOUT_STEPS[below(7) - 1] for _ in range(1 + below(3)))
+        kinds = tuple(WITHOUT_STEPS[below(len(WITHOUT_STEPS) + 1) - 1] for _ in range(1 + below(3)))
         case = Case(below(24), num_experts, below(9), 32 * below(6), 32 * below(6), kinds)
         dtype = (torch.float16, torch.float32)[below(3) - 1]
         interpreter(check_block_experts, replace(case, dtype=dtype, can_repeat=below(3) == 1))
@@ -105,7 +105,12 @@ WIDE_32 = (2880, 2880, 32, 4)
 SHAPES = {"Qwen3-30B-A3B": QWEN3_30B, "Mixtral": MIXTRAL, "32 of 2880": WIDE_32}
 # There a few rows spill four registers, compiled by Triton 3.7.
 SPILLED = (BLACKWELL, "32 of 2880", KINDS[0])
-USUAL = [(RTX_40, "Qwen3-30B-A3B", KINDS[0]), (HOPPER, "Mixtral", KINDS[6])]
+USUAL = [
+    (RTX_40, "Qwen3-30B-A3B", KINDS[0]),
+    (HOPPER, "Mixtral", KINDS[6]),
+    (RTX_40, "Qwen3-30B-A3B", KINDS[9]),
+    (RTX_40, "32 of 2880", KINDS[18]),
+]
 OTHERS = [
     pytest.param(gpu, name, kind, marks=pytest.mark.soak)
     for gpu in GPUS
@@ -125,8 +130,8 @@ def test_weights_are_on_their_way_before_they_are_needed(
     chosen = meta(num_rows, top_k, dtype=torch.int64)
     groups = Groups.empty(chosen, num_experts) if num_rows > 1 else None
     both = meta(num_rows * top_k, 2 * width)
-    gate_up = meta_blocks(kind, num_experts * 2 * width, hidden)
-    down = meta_blocks(kind, num_experts * hidden, width)
+    gate_up = empty_blocks((num_experts * 2 * width, hidden), kind)
+    down = empty_blocks((num_experts * hidden, width), kind)
     products = meta(len(both), hidden, dtype=torch.float32)
     launches = [
         product_launch(meta(num_rows, hidden), chosen, groups, gate_up, num_experts, both),
@@ -135,7 +140,8 @@ def test_weights_are_on_their_way_before_they_are_needed(
     for launch in launches:
         counts = check_compiled(gpu, launch)
         is_one_step = width // 32 <= 32 and launch is launches[1] and num_rows == 1
-        assert is_one_step or counts["cp.async.cg"] > 0
+        is_ahead = counts["cp.async.cg"] + (counts["cp.async.ca"] if kind.bits < 4 else 0) > 0
+        assert is_one_step or is_ahead
         assert (counts["mma.sync"] > 0) == (num_rows > 1)
 
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from kvchat.core.config import ModelConfig
+from kvchat.model import loader
 from kvchat.model.checkpoint import tensors as checkpoint_tensors
 from kvchat.model.checkpoint.source import find_model
+from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed.experts import ExpertPacks, expert_packs_of
+from kvchat.model.packed.experts import DeviceExpertPacks, ExpertPacks, expert_packs_of
+from kvchat.model.packed.quantise import DevicePack, pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat_kernels.linear.blocks import dequantised
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 from support import packers
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -89,3 +92,40 @@ def test_experts_with_a_tensor_each_stay_in_blocks(
     assert compare_with_own(ours) > 0.99
     source = find_model(str(packed))
     assert checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_a_packed_checkpoint_go_to_a_gpu_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 and NVFP4 became 16 bits there, and experts with a tensor each in any format."""
+    device, sent = torch.device("cuda", 0), []
+    monkeypatch.setattr(BlockWeights, "to", lambda weights, where: sent.append(where) or weights)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    sizes = {"hidden_size": 128, **heads, "num_hidden_layers": 1, "num_experts_per_tok": 2}
+    model = tiny_model("qwen3_moe", **{**sizes, **TYPES["qwen3_moe"]})
+    plain = save_checkpoint(tmp_path / "plain", model)
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    packer, settings, bits = FORMATS[name]
+    packers.pack_checkpoint(plain, packed, packer, {"quantization_config": settings})
+    source, twin = find_model(str(packed)), load(plain, "float32")
+    config, spec = loader.inspect_model(source)
+
+    module, _ = loader._read_weights(source, MetaModel(config), None, spec, lambda _: None, device)
+
+    twins = dict(twin.module.named_modules())
+    layers = [(n, x) for n, x in module.named_modules() if isinstance(pack_of(x), DevicePack)]
+    assert sent == [device] * (len(layers) + 3)
+    assert len(layers) >= 4
+    for path, layer in layers:
+        x = torch.randn(3, layer.in_features)
+        assert torch.allclose(layer(x), twins[path](x), rtol=1e-4, atol=1e-5), path
+    experts, own = module.model.layers[0].mlp.experts, experts_of(twin)
+    packs = expert_packs_of(experts)
+    assert isinstance(packs, DeviceExpertPacks)
+    assert 8 * packs.num_bytes <= bits * (own.gate_up_proj.numel() + own.down_proj.numel())
+    x, chosen = torch.randn(3, 128), torch.tensor([[0, 3], [1, 3], [2, 0]])
+    factors = torch.rand(3, 2)
+    expected = twin.module.model.layers[0].mlp.experts(x, chosen, factors)
+    assert torch.allclose(experts(x, chosen, factors), expected, rtol=1e-4, atol=1e-5)
+    assert checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=False)

@@ -228,7 +228,7 @@ def test_packed_experts_are_merged_as_the_model_holds_them(tmp_path: Path) -> No
 
     assert_twins(packed, plain)
     source = find_model(str(packed))
-    assert not checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=False)
+    assert checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=False)
 
 
 def test_a_packed_checkpoint_may_be_held_in_fewer_bits(original: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import looked_up
 from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
@@ -49,14 +48,12 @@ class ReadingTask(Task):
 
 
 @kernel("block reading", ReadingTask)
-def block_reading_kernel(code: Code, name: str, word: int | None, is_wide: bool) -> None:
+def block_reading_kernel(code: Code, name: str, word: int | None) -> None:
     """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows.
 
     `word`: how many bytes of a block stay together where blocks alternate; None: they do not.
     """
     form = FILE_FORMATS[name]
-    are_nibbles = form.bits == 4 and form.codes is None
-    bits = 8 if is_wide and not are_nibbles else form.bits
     count = code.task.num_blocks
     start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row:
@@ -69,8 +66,8 @@ def block_reading_kernel(code: Code, name: str, word: int | None, is_wide: bool)
                     + (first + number) // (form.columns // COLUMNS) * form.num_bytes
                 )
                 _store_factors(code, form, at, first + number)
-                blocks += _levels_of(code, form, at, bits)
-            _store_levels(code, blocks, first, bits, word)
+                blocks += _levels_of(code, form, at)
+            _store_levels(code, blocks, first, form.bits, word)
 
 
 def _groups(code: Code, count: Value, form: FileFormat) -> Iterator[tuple[Value, int]]:
@@ -84,16 +81,11 @@ def _groups(code: Code, count: Value, form: FileFormat) -> Iterator[tuple[Value,
         yield index, form.columns // COLUMNS
 
 
-def _levels_of(code: Code, form: FileFormat, at: Value, bits: int) -> list[Value]:
+def _levels_of(code: Code, form: FileFormat, at: Value) -> list[Value]:
     """Return the levels of a stored block, a vector of bytes for each 32 columns."""
-    blocks = [
+    return [
         numbers(code, at, form.planes, first, COLUMNS) for first in range(0, form.columns, COLUMNS)
     ]
-    if bits == form.bits:
-        return blocks
-    if form.codes is not None:
-        return [looked_up(code, form.codes, block) for block in blocks]
-    return [block - form.zero for block in blocks]
 
 
 def numbers(code: Code, at: Value, planes: Sequence[Plane], first: int, count: int) -> Value:

@@ -153,7 +153,7 @@ def multiplies_bytes() -> bool:
     return has_vnni() and not has_tiles()
 
 
-def read_blocks(data: torch.Tensor, name: str, out: BlockWeights, is_wide: bool) -> None:
+def read_blocks(data: torch.Tensor, name: str, out: BlockWeights) -> None:
     """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
     chunk = unit_rows(out.num_out, data.shape[1])
     task = ReadingTask(
@@ -164,7 +164,7 @@ def read_blocks(data: torch.Tensor, name: str, out: BlockWeights, is_wide: bool)
         chunk=chunk,
     )
     word = out.layout.rounding.word if out.is_interleaved else None
-    kernel = block_reading_kernel(name, word, is_wide)
+    kernel = block_reading_kernel(name, word)
     _run(kernel, task, -(-out.num_out // chunk), out.num_out * out.num_in)
 
 

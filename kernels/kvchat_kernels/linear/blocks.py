@@ -173,6 +173,8 @@ class BlockWeights:
 
     grid       None, or what levels of 8 bits are looked up in: then `levels` are its records, and
                `scales` what the scales in these are multiplied with, float16 [out, in / 256]
+    are_planes_apart    whether a row has all bytes of a plane one behind another, as kernels of a
+               GPU read them (`with_planes_apart`)
 
     Blocks have 16, 32 or 256 columns, of floats FLOAT_COLUMNS. Levels may be interleaved
     (`interleaved`), as compiled code for a CPU reads them. Records of a grid always lie so.
@@ -190,6 +192,7 @@ class BlockWeights:
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
     grid: Grid | None = None
+    are_planes_apart: bool = False
 
     def __post_init__(self) -> None:
         assert self.bits in PLANES
@@ -357,7 +360,7 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
     Raises ValueError for matrices of other layouts or numbers of columns.
     """
     first = parts[0]
-    if len({(part.layout, part.num_in) for part in parts}) > 1:
+    if len({(part.layout, part.num_in, part.are_planes_apart) for part in parts}) > 1:
         raise ValueError("matrices of other layouts")
     if len(parts) == 1:
         return first
@@ -423,6 +426,20 @@ def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
         start += size * count
 
 
+def with_planes_apart(weights: BlockWeights) -> BlockWeights:
+    """Return weights whose planes lie apart, copied where there are several; not interleaved ones.
+
+    So a thread reads 16 bytes of a plane of 4 bits at once: blocks of 5 bits take 20.
+    """
+    assert not weights.is_interleaved
+    if len(PLANES[weights.bits]) == 1 or weights.are_planes_apart:
+        return weights
+    blocks = weights.levels.view(weights.num_out, -1, weights.layout.block_bytes)
+    planes = blocks.split([4 * bits for bits in PLANES[weights.bits]], dim=2)
+    levels = torch.cat([plane.flatten(1) for plane in planes], dim=1)
+    return replace(weights, levels=levels, are_planes_apart=True)
+
+
 def without_grid(weights: BlockWeights) -> BlockWeights:
     """Return weights whose records are looked up: levels of 8 bits, whole scales and steps."""
     grid = weights.grid
@@ -443,6 +460,9 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
     if weights.is_interleaved:
         levels = in_order(levels, width, weights.layout.rounding.word)
     num_blocks = weights.num_in // COLUMNS
+    if weights.are_planes_apart:
+        planes = levels.split([4 * bits * num_blocks for bits in PLANES[weights.bits]], dim=1)
+        levels = torch.cat([plane.unflatten(1, (num_blocks, -1)) for plane in planes], dim=2)
     levels = whole_levels(levels.view(weights.num_out, num_blocks, width), weights.bits)
     if weights.codes is not None:
         levels = levels.new_tensor(weights.codes, dtype=torch.int8)[levels.long()]

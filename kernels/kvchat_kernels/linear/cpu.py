@@ -110,7 +110,6 @@ def read_blocks(
     data: torch.Tensor,
     name: str,
     is_interleaved: bool = False,
-    is_wide: bool = False,
     on_read: Callable[[int], None] | None = None,
 ) -> BlockWeights:
     """Return `block_weights(data, name)` of rows as a file stores them, of a format that it has.
@@ -120,17 +119,17 @@ def read_blocks(
     """
     kernels = compiled_calls()
     if kernels is not None and data.is_contiguous():
-        out = empty_weights(len(data), data.shape[1], name, is_wide)
+        out = empty_weights(len(data), data.shape[1], name)
         if is_interleaved:
             out = replace(out, is_interleaved=True, rounding=rounding_beside(out))
         step = max(1, _BYTES_AT_ONCE // data.shape[1])
         for start in range(0, len(data), step):
             end = min(start + step, len(data))
-            kernels.read_blocks(data[start:end], name, out.rows(start, end), is_wide)
+            kernels.read_blocks(data[start:end], name, out.rows(start, end))
             if on_read is not None:
                 on_read(end)
         return out
-    plain = block_weights(data, name, is_wide)
+    plain = block_weights(data, name)
     assert plain is not None, "the format has a layout"
     return interleaved(plain) if is_interleaved else plain
 

@@ -93,15 +93,10 @@ class FileFormat:
     def bits(self) -> int:
         return sum(plane.bits for plane in self.planes)
 
-    @property
-    def can_be_wide(self) -> bool:
-        """Whether its scales are of those that kernels of a GPU read."""
-        return self.block <= COLUMNS and not isinstance(self.scales, Bytes)
-
 
 # The levels of IQ4_NL and IQ4_XS, and those of 4-bit floats, doubled.
-_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _half(start: int) -> tuple[Plane, ...]:
@@ -152,7 +147,7 @@ FILE_FORMATS = {
             17,
             _half(1),
             Bytes((Plane(8, 0, 1),), torch.float8_e8m0fnu),
-            codes=_FLOATS,
+            codes=FLOATS,
             unit=0.5,
         ),
         # Of safetensors files, whose exponents are a tensor of their own.
@@ -162,7 +157,7 @@ FILE_FORMATS = {
             17,
             (Plane(4, 1, 1),),
             Bytes((Plane(8, 0, 1),), torch.float8_e8m0fnu),
-            codes=_FLOATS,
+            codes=FLOATS,
             unit=0.5,
         ),
         FileFormat(
@@ -171,7 +166,7 @@ FILE_FORMATS = {
             36,
             (Plane(4, 4, 8),),
             Bytes((Plane(8, 0, 4),), torch.float8_e4m3fn),
-            codes=_FLOATS,
+            codes=FLOATS,
             block=16,
             unit=0.5,
         ),
@@ -182,18 +177,18 @@ FILE_FORMATS = {
             36,
             (Plane(4, 4, 1),),
             Bytes((Plane(8, 0, 4),), torch.float8_e4m3fn),
-            codes=_FLOATS,
+            codes=FLOATS,
             block=16,
             unit=0.5,
         ),
-        FileFormat("IQ4_NL", 32, 18, _half(2), Halves(0), codes=_UNEVEN),
+        FileFormat("IQ4_NL", 32, 18, _half(2), Halves(0), codes=UNEVEN),
         FileFormat(
             "IQ4_XS",
             256,
             136,
             (Plane(4, 8, 16),),
             Whole((Plane(4, 4, 1), Plane(2, 2, 1)), step=0, zero=32),
-            codes=_UNEVEN,
+            codes=UNEVEN,
         ),
     )
 }

@@ -25,7 +25,6 @@ from kvchat_kernels.linear.file_formats import (
 # gigabytes.
 _BYTES_AT_ONCE = 1 << 22
 BLOCK_FORMATS = frozenset(FILE_FORMATS)
-WIDE_FORMATS = frozenset(name for name, form in FILE_FORMATS.items() if form.can_be_wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +36,20 @@ class _Factors:
     steps: torch.Tensor | None = None
 
 
-def block_weights(data: torch.Tensor, name: str, is_wide: bool = False) -> BlockWeights | None:
+def block_weights(data: torch.Tensor, name: str) -> BlockWeights | None:
     """Return the weights of stored rows, None for a format that has no layout here.
 
-    `data` is uint8 [out, bytes of a row], `name` the format, such as Q4_K. `is_wide`: levels have 8
-    bits but for those of 4 that are multiplied as they are, as kernels of a GPU read them. Beside
-    the weights it takes little memory.
+    `data` is uint8 [out, bytes of a row], `name` the format, such as Q4_K. Beside the weights it
+    takes little memory.
     """
-    if name not in (WIDE_FORMATS if is_wide else BLOCK_FORMATS):
+    if name not in BLOCK_FORMATS:
         return None
     step = max(1, _BYTES_AT_ONCE // data.shape[1])
     if len(data) <= step:
-        return _read(data, name, is_wide)
+        return _read(data, name)
     whole: BlockWeights | None = None
     for start in range(0, len(data), step):
-        tile = _read(data[start : start + step], name, is_wide)
+        tile = _read(data[start : start + step], name)
         if whole is None:
             whole = tile.changed(lambda part: part.new_empty(len(data), *part.shape[1:]))
         parts = tile.parts()
@@ -60,24 +58,24 @@ def block_weights(data: torch.Tensor, name: str, is_wide: bool = False) -> Block
     return whole
 
 
-def empty_weights(num_out: int, num_bytes: int, name: str, is_wide: bool = False) -> BlockWeights:
+def empty_weights(num_out: int, num_bytes: int, name: str) -> BlockWeights:
     """Return weights of rows that take `num_bytes` each in a file, not written yet."""
-    one, times = _one_block(name, is_wide), num_bytes // FILE_FORMATS[name].num_bytes
+    one, times = _one_block(name), num_bytes // FILE_FORMATS[name].num_bytes
     return one.changed(lambda part: part.new_empty(num_out, times * part.shape[1], *part.shape[2:]))
 
 
-def held_bytes(num_bytes: int, name: str, is_wide: bool = False) -> int:
+def held_bytes(num_bytes: int, name: str) -> int:
     """Return the bytes of memory of weights that take `num_bytes` in a file; `name` is known."""
-    return num_bytes // FILE_FORMATS[name].num_bytes * _one_block(name, is_wide).num_bytes
+    return num_bytes // FILE_FORMATS[name].num_bytes * _one_block(name).num_bytes
 
 
 @cache
-def _one_block(name: str, is_wide: bool) -> BlockWeights:
+def _one_block(name: str) -> BlockWeights:
     """Return the weights of one stored block. A model asks for a few forms, once a tensor."""
-    return _read(torch.zeros(1, FILE_FORMATS[name].num_bytes, dtype=torch.uint8), name, is_wide)
+    return _read(torch.zeros(1, FILE_FORMATS[name].num_bytes, dtype=torch.uint8), name)
 
 
-def _read(data: torch.Tensor, name: str, is_wide: bool) -> BlockWeights:
+def _read(data: torch.Tensor, name: str) -> BlockWeights:
     form = FILE_FORMATS[name]
     num_out, blocks = len(data), data.reshape(-1, form.num_bytes)
     factors = _factors(blocks, form)
@@ -86,19 +84,13 @@ def _read(data: torch.Tensor, name: str, is_wide: bool) -> BlockWeights:
         return None if part is None else part.reshape(num_out, -1, *shape).contiguous()
 
     levels = numbers(blocks, form.planes, form.columns).view(len(blocks), -1, COLUMNS)
-    bits, zero, codes = form.bits, form.zero, form.codes
-    if is_wide and not (bits == 4 and codes is None):
-        if codes is not None:
-            levels = torch.tensor(codes, dtype=torch.int8)[levels.long()]
-        levels = levels.view(torch.int8) - zero
-        bits, zero, codes = 8, 0, None
-    elif bits == 8:
-        levels = levels.view(torch.int8)
+    bits = form.bits
+    levels = levels.view(torch.int8) if bits == 8 else levels
     minimums = by_rows(factors.minimums)
     steps = by_rows(factors.steps, 1 if factors.steps is None else factors.steps.shape[1])
     parts = {"levels": by_rows(in_planes(levels, bits)), "scales": by_rows(factors.scales)}
     parts |= {"minimums": minimums, "steps": steps}
-    return BlockWeights(bits, form.block, **parts, zero=zero, codes=codes, unit=form.unit)
+    return BlockWeights(bits, form.block, **parts, zero=form.zero, codes=form.codes, unit=form.unit)
 
 
 def numbers(blocks: torch.Tensor, planes: Sequence[Plane], count: int) -> torch.Tensor:

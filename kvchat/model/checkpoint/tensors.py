@@ -3,7 +3,6 @@
 Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
 """
 
-import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +25,6 @@ from kvchat_kernels.linear.blocks import BlockWeights, joined
 
 # Returns the names in the files of a part's tensors, by those in the part; given those of all.
 Names = Callable[[Iterable[str]], Mapping[str, str]]
-# In the name of a tensor of one expert alone.
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 # The parts of experts that have tensors of their own, by their names and by Mixtral's: those of a
 # layer are merged in this order.
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -222,7 +219,7 @@ def _in_blocks(
     read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the layers and experts whose packed weights blocks hold exactly."""
-    takes_floats = _takes_floats(tensors)
+    takes_floats = _takes_floats(tensors, blocks_on)
     groups: list[tuple[str, ...]] = [
         (n,) for n in sorted(_linear_names(meta.module, read_elsewhere))
     ]
@@ -243,8 +240,12 @@ def _in_blocks(
     return found
 
 
-def _takes_floats(tensors: Mapping[str, torch.Tensor | PackedTensor]) -> bool:
+def _takes_floats(
+    tensors: Mapping[str, torch.Tensor | PackedTensor], blocks_on: torch.device
+) -> bool:
     """Whether floats of 8 bits stay so: a Xeon with AMX reads prompts 4 times as fast in 16."""
+    if blocks_on.type != "cpu":
+        return True
     packed = [tensor for tensor in tensors.values() if isinstance(tensor, PackedTensor)]
     is_short = sum(tensor.num_bytes for tensor in packed) > free_bytes(torch.device("cpu"))
     return is_short or not is_fast_by_torch(torch.bfloat16)
@@ -254,15 +255,14 @@ def _experts_in_blocks(
     tensors: dict[str, torch.Tensor | PackedTensor], meta: MetaModel, blocks_on: torch.device
 ) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the matrices of plain experts that have a tensor each, and take these out."""
-    if blocks_on.type != "cpu":
-        return {}
-    takes_floats = _takes_floats(tensors)
+    takes_floats, for_cpu = _takes_floats(tensors, blocks_on), blocks_on.type == "cpu"
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for gate_up, down in expert_tensors(meta.module, blocks_on):
         count, num_out, num_in = meta.module.get_parameter(down).shape
         names = _expert_names(tensors, gate_up.rpartition(".")[0], count)
         matrices = [
-            _joined_blocks([tensors.get(name) for name in part], takes_floats) for part in names
+            _joined_blocks([tensors.get(name) for name in part], takes_floats, for_cpu)
+            for part in names
         ]
         shapes = ((num_in, num_out), (num_in, num_out), (num_out, num_in))
         wanted = [(count * rows, columns) for rows, columns in shapes]
@@ -290,12 +290,12 @@ def _expert_names(tensors: Container[str], owner: str, count: int) -> list[list[
 
 
 def _joined_blocks(
-    parts: Sequence[torch.Tensor | PackedTensor | None], takes_floats: bool
+    parts: Sequence[torch.Tensor | PackedTensor | None], takes_floats: bool, for_cpu: bool
 ) -> BlockWeights | None:
     """Return matrices one below another in blocks; None where some have none, or others."""
     blocks = []
     for part in parts:
-        each = part.blocks(for_cpu=True) if isinstance(part, PackedTensor) else None
+        each = part.blocks(for_cpu) if isinstance(part, PackedTensor) else None
         if each is None or (each.are_floats and not takes_floats):
             return None
         blocks.append(each)
@@ -323,20 +323,20 @@ def stored_names(source: ModelSource) -> list[str]:
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
     """Return whether most packed weights of a safetensors checkpoint are not unpacked.
 
-    Unpacked are experts with a tensor each on a GPU; floats of 8 bits too, where torch multiplies
-    faster in 16.
+    Unpacked are floats of 8 bits where torch multiplies faster in 16, and gpt-oss's experts on a
+    GPU.
     """
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
         return False
     tensors = unpacked(mapped_tensors(source), packing, dtype, source.name)
     packed = {name: part for name, part in tensors.items() if isinstance(part, PackedTensor)}
-    takes_floats = not is_fast_by_torch(torch.bfloat16)
+    takes_floats = not (for_cpu and is_fast_by_torch(torch.bfloat16))
     staying = [
         part.num_bytes
-        for name, part in packed.items()
-        if part.may_fit_blocks(for_cpu) and (takes_floats or not part.are_bytes)
-        if for_cpu or not _ONE_EXPERT.search(name)
+        for part in packed.values()
+        if part.may_fit_blocks() and (takes_floats or not part.are_bytes)
+        if for_cpu or len(part.shape) == 2
     ]
     return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 

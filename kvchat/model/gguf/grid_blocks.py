@@ -196,7 +196,9 @@ _FORMS = {
 }
 # Of TQ1_0: bytes of a block, and of them those with weights; the rest are its step.
 _FIVES_BYTES, _FIVES = 54, 52
-GRID_FORMATS = frozenset((*_FORMS, "TQ1_0"))
+# Read here, but their weights are no points of a grid.
+PLANE_FORMATS = frozenset({"TQ1_0"})
+GRID_FORMATS = PLANE_FORMATS.union(_FORMS)
 
 
 @cache

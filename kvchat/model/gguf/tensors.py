@@ -26,7 +26,7 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf.architectures import Architecture
 from kvchat.model.gguf.file import GgufModel, GgufTensor
 from kvchat.model.gguf.forms import GENERAL, Form, forms_of
-from kvchat.model.gguf.grid_blocks import GRID_FORMATS, grid_bytes, read_grids
+from kvchat.model.gguf.grid_blocks import GRID_FORMATS, PLANE_FORMATS, grid_bytes, read_grids
 from kvchat_kernels.linear.blocks import (
     BlockWeights,
     can_move_columns,
@@ -37,7 +37,6 @@ from kvchat_kernels.linear.blocks import (
 from kvchat_kernels.linear.cpu import read_blocks, unpack
 from kvchat_kernels.linear.gguf_blocks import (
     BLOCK_FORMATS,
-    WIDE_FORMATS,
     block_weights,
     held_bytes,
 )
@@ -146,7 +145,7 @@ class _Source:
         Where they are those of several tensors, one matrix is made of them if all have one format.
         """
         form, parts = self.form, self.parts
-        known = BLOCK_FORMATS | GRID_FORMATS if for_cpu else WIDE_FORMATS
+        known = BLOCK_FORMATS | (GRID_FORMATS if for_cpu else PLANE_FORMATS)
         if self.number is not None or any(kind_name(p) not in known for p in parts):
             return False
         if form is not None and form.are_experts:
@@ -182,15 +181,14 @@ def read_gguf_tensors(
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
     `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
-    tensors of a layer's experts must; `for_cpu`: at the blocks' own size, and interleaved where
-    that is possible, as products on a CPU have them. `tied_head` names the head whose weights are
-    the table of embeddings: it multiplies with the table's blocks. A tensor that the file lacks is
-    left out. Raises ModelError if memory is too small, and ModelUnsupported for a block format that
-    cannot be unpacked.
+    tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
+    a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
+    multiplies with the table's blocks. A tensor that the file lacks is left out. Raises ModelError
+    if memory is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config, for_cpu)
-    needed = _needed_bytes(sources, dtype, kept, config, for_cpu)
+    needed = _needed_bytes(sources, dtype, kept, config)
     free = free_bytes(torch.device("cpu"))
     if needed > free:
         form = "" if kept else f" as {dtype_name(dtype)}"
@@ -237,7 +235,7 @@ def memory_bytes(
     kept = _staying(sources, shapes, wanted, config, for_cpu)
     parts = [part for source in sources.values() for part in source.parts]
     mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
-    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped
+    return _needed_bytes(sources, dtype, kept, config) + mapped
 
 
 def _is_small(name: str, shape: torch.Size) -> bool:
@@ -260,28 +258,28 @@ def _staying(
 
 
 def _needed_bytes(
-    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], config: Any, for_cpu: bool
+    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], config: Any
 ) -> int:
     """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
     needed = 0
     for name, source in sources.items():
         for part in source.parts:
             if name in kept:
-                needed += _held_bytes(part, source.form, config, for_cpu)
+                needed += _held_bytes(part, source.form, config)
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
 
 
-def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: bool) -> int:
+def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any) -> int:
     """Return the bytes of memory of a tensor that stays in blocks."""
     name, num_bytes = kind_name(tensor), tensor.num_bytes
     if form is None or form.columns is None:
         is_grid = name in GRID_FORMATS
-        return grid_bytes(num_bytes, name) if is_grid else held_bytes(num_bytes, name, not for_cpu)
+        return grid_bytes(num_bytes, name) if is_grid else held_bytes(num_bytes, name)
     num_rows = prod(tensor.shape[:-1])  # which are alike: one is read
     row = torch.zeros(1, num_bytes // num_rows, dtype=torch.uint8)
-    read = block_weights(row, name, not for_cpu)
+    read = block_weights(row, name)
     if read is None:
         with ThreadPoolExecutor(1) as pool:
             read = read_grids(row, name, pool, is_interleaved=False)
@@ -427,7 +425,7 @@ class _Reader:
             read = read_grids(rows, name, self._pool, is_interleaved)
         else:
             let_go = partial(self._let_go, tensor)
-            read = read_blocks(rows, name, is_interleaved, not self._for_cpu, let_go)
+            read = read_blocks(rows, name, is_interleaved, let_go)
         self._let_go(tensor)
         return read
 

@@ -1,4 +1,4 @@
-"""Plain experts of a mixture in blocks of 8 or 4 bits: their products, module by module.
+"""Plain experts of a mixture in blocks: their products, module by module.
 
 transformers keeps the weights of a layer's experts as two tensors, [experts, 2 * width, hidden] and
 [experts, hidden, width], and so do most mixtures. Packed, they are matrices with the rows of

@@ -17,6 +17,7 @@ import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.packed import unpacking
+from kvchat.model.packed.unpacking import MakeBlocks
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, interleaved
 from kvchat_kernels.linear.cpu import rounding_beside
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
@@ -58,7 +59,7 @@ class PackedTensor:
 
     `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory. `stored` is
     what compiled code reads, of a format that it knows; `make_blocks` returns what
-    products on a CPU read, `are_bytes` that these have 8 bits.
+    products read, interleaved if asked for, `are_bytes` that these have 8 bits.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +67,7 @@ class PackedTensor:
     unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
     stored: StoredGroups | None = None
-    make_blocks: Callable[[], BlockWeights] | None = None
+    make_blocks: MakeBlocks | None = None
     are_bytes: bool = False
 
     @property
@@ -87,10 +88,10 @@ class PackedTensor:
             weight = found.weight() if isinstance(found, unpacking.Grouped) else found
             return weight.to(self.dtype).reshape(self.shape).contiguous()
 
-    def may_fit_blocks(self, for_cpu: bool) -> bool:
+    def may_fit_blocks(self) -> bool:
         """Whether `blocks` may return any, told without unpacking."""
         is_even = len(self.shape) == 2 and self.stored is not None and self.stored.fits_blocks()
-        return for_cpu if self.make_blocks is not None else is_even
+        return self.make_blocks is not None or is_even
 
     def blocks(self, for_cpu: bool) -> BlockWeights | None:
         """Return the weight in blocks that hold it exactly; None for a format without.
@@ -98,7 +99,7 @@ class PackedTensor:
         They are interleaved for a CPU. Of experts by turns it is a matrix of the outputs of all.
         """
         if self.make_blocks is not None:
-            return self.make_blocks() if for_cpu else None
+            return self.make_blocks(for_cpu)
         if len(self.shape) != 2 or not (self.stored is None or self.stored.fits_blocks()):
             return None  # without unpacking it in vain
         blocks = None if self.stored is None else read_groups(self.stored, for_cpu)
@@ -213,7 +214,7 @@ class _Table:
         shape: tuple[int, ...],
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
         stored: StoredGroups | None = None,
-        make_blocks: Callable[[], BlockWeights] | None = None,
+        make_blocks: MakeBlocks | None = None,
         are_bytes: bool = False,
     ) -> None:
         if name in self.tensors or name in self.found:

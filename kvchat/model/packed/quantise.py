@@ -37,7 +37,14 @@ from kvchat.model.packed.experts import (
 from kvchat.model.packed.matrices import NOWHERE, Keeping, Matrix, PackedMatrices
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised, joined, quantised_on
+from kvchat_kernels.linear.blocks import (
+    COLUMNS,
+    BlockWeights,
+    dequantised,
+    joined,
+    quantised_on,
+    with_planes_apart,
+)
 from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct, rounded
 
 # Where more of the parameters than this stay as they are, the user is told.
@@ -513,7 +520,7 @@ def use_blocks(
             matrices = blocks.pop(gate_up)
             packs: Any = ExpertPacks if are_plain_experts(experts) else ExpertPacksByTurns
             packs = packs if device.type == "cpu" else DeviceExpertPacks
-            *gate_and_up, last = (part.to(device) for part in (*matrices, *blocks.pop(down)))
+            *gate_and_up, last = (_on(device, part) for part in (*matrices, *blocks.pop(down)))
             use_packs(experts, packs(experts, gate_and_up, last))
     while blocks:
         name, matrices = blocks.popitem()
@@ -527,7 +534,12 @@ def use_blocks(
         elif device.type == "cpu":
             use_instead(layer, PackedForward(layer, BlockProduct(weights)))
         else:
-            use_instead(layer, DeviceForward(layer, DevicePack(weights.to(device))))
+            use_instead(layer, DeviceForward(layer, DevicePack(_on(device, weights))))
+
+
+def _on(device: torch.device, weights: BlockWeights) -> BlockWeights:
+    """Return weights as products on a device read them."""
+    return weights if device.type == "cpu" else with_planes_apart(weights.to(device))
 
 
 def use_instead(layer: Any, forward: PackedForward | DeviceForward | TableForward) -> None:

@@ -14,6 +14,8 @@ import torch
 from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, FLOAT_COLUMNS, BlockWeights
 from kvchat_kernels.linear.cpu import read_blocks
 
+# Returns a matrix in blocks, which alternate where that is asked for, as a CPU reads them.
+MakeBlocks = Callable[[bool], BlockWeights]
 # The values of four bits: one sign, two exponent bits, one mantissa bit (E2M1).
 _FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (*_FP4_HALF, *(-value for value in _FP4_HALF))
@@ -244,20 +246,22 @@ def mxfp4_experts(
     return weight
 
 
-def mxfp4_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> BlockWeights:
-    """Return the rows of all of gpt-oss's experts, [experts * out, in], as a CPU reads them.
+def mxfp4_blocks(
+    blocks: torch.Tensor, exponents: torch.Tensor, is_interleaved: bool
+) -> BlockWeights:
+    """Return the rows of all of gpt-oss's experts, [experts * out, in], in blocks.
 
     Tensors are as of `mxfp4_experts`.
     """
     rows = torch.cat((exponents.unsqueeze(-1), blocks), dim=-1)
     rows = rows.view(rows.shape[0] * rows.shape[1], -1)
-    return read_blocks(rows, "MXFP4 by neighbours", is_interleaved=True)
+    return read_blocks(rows, "MXFP4 by neighbours", is_interleaved)
 
 
 def fp4_blocks(
     packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None
-) -> Callable[[], BlockWeights] | None:
-    """Return what reads a matrix of `fp4` as a CPU multiplies it; None for no such form.
+) -> MakeBlocks | None:
+    """Return what reads a matrix of `fp4` in blocks; None for no such form.
 
     MXFP4 has exponents for 32 columns, NVFP4 floats of 8 bits for 16 columns, and `factor` for the
     whole. Both take as many bytes as their file.
@@ -273,13 +277,13 @@ def fp4_blocks(
 
 
 def nvfp4_blocks(
-    packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None
+    packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None, is_interleaved: bool
 ) -> BlockWeights:
-    """Return NVFP4 [out, in / 2] and its scales [out, in / 16] as a CPU reads it."""
+    """Return NVFP4 [out, in / 2] and its scales [out, in / 16] in blocks."""
     num_out = len(packed)
     parts = (scales.view(torch.uint8).view(num_out, -1, 4), packed.view(num_out, -1, 32))
     rows = torch.cat(parts, dim=-1).view(num_out, -1)
-    blocks = read_blocks(rows, "NVFP4 by neighbours", is_interleaved=True)
+    blocks = read_blocks(rows, "NVFP4 by neighbours", is_interleaved)
     if (scales.view(torch.uint8) < 0x7F).all():  # neither a sign nor NaN
         steps = None if factor is None else factor.float().reshape(1, 1).repeat(num_out, 1)
         return replace(blocks, steps=steps)
@@ -294,9 +298,9 @@ def are_float_blocks(values: torch.Tensor, block: tuple[int, int]) -> bool:
 
 
 def float_blocks(
-    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], is_interleaved: bool
 ) -> BlockWeights:
-    """Return what `are_float_blocks` allows, as a CPU reads it: `values` stay where they are."""
+    """Return what `are_float_blocks` allows, whose `values` stay where they are, in any case."""
     num_out, num_in = values.shape
     rows = torch.arange(num_out) // block[0]
     columns = torch.arange(0, num_in, FLOAT_COLUMNS) // block[1]

@@ -1,10 +1,10 @@
-"""Products with 4-bit and 8-bit weights on a GPU: interpreted, and compiled for several GPUs."""
+"""Products with weights in blocks on a GPU: interpreted, and compiled for several GPUs."""
 
 import pytest
 import torch
 
 from kvchat_kernels.launch import Launch
-from kvchat_kernels.linear.blocks import BlockWeights, dequantised, joined, quantised, quantised_on
+from kvchat_kernels.linear.blocks import dequantised, joined, quantised, quantised_on
 from kvchat_kernels.linear.kernel import block_linear_launch, unpack_launch
 from support.block_linear_checks import (
     KINDS,
@@ -12,6 +12,7 @@ from support.block_linear_checks import (
     check_block_linear,
     check_many_rows_by_tiles,
     check_rows_beside_others,
+    empty_blocks,
 )
 from support.compiling import (
     AMPERE,
@@ -83,17 +84,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def meta_blocks(kind: Kind, num_out: int, num_in: int) -> BlockWeights:
-    level_dtype = torch.uint8 if kind.bits == 4 else torch.int8
-    scales = meta(num_out, num_in // kind.block, dtype=kind.dtype)
-    levels = meta(num_out, num_in * kind.bits // 8, dtype=level_dtype)
-    minimums = scales if kind.has_minimums else None
-    steps = meta(num_out, num_in // 256, 1 + kind.has_minimums, dtype=torch.float16)
-    return BlockWeights(
-        kind.bits, kind.block, levels, scales, minimums, steps if kind.has_steps else None
-    )
-
-
 def check_compiled(gpu: Gpu, launch: Launch) -> dict[str, int]:
     """Hold a launch to what every variant must keep; return how often wide copies stand in it."""
     code = compile_for(
@@ -103,11 +93,13 @@ def check_compiled(gpu: Gpu, launch: Launch) -> dict[str, int]:
     # Two programs share a multiprocessor.
     assert 2 * (code.shared_bytes + 1024) <= gpu.shared_bytes + 1024
     assert 2 * code.registers * 32 * launch.num_warps <= 65536
-    names = ("cp.async.cg", "mma.sync", "ld.global.v4")
+    names = ("cp.async.cg", "cp.async.ca", "mma.sync", "ld.global.v4", "ld.global.v2")
     return {name: code.ptx_count(name) for name in names}
 
 
-USUAL = [(RTX_40, kind) for kind in (KINDS[0], KINDS[2], KINDS[6])] + [(HOPPER, KINDS[0])]
+# Of planes, codes and floats those of the most usual files.
+_USUAL = [KINDS[number] for number in (0, 2, 6, 9, 17, 18)]
+USUAL = [(RTX_40, kind) for kind in _USUAL] + [(HOPPER, KINDS[0]), (HOPPER, KINDS[-1])]
 OTHERS = [(gpu, kind) for gpu in GPUS for kind in KINDS if (gpu, kind) not in USUAL]
 LONG = [pytest.param(*pair, marks=pytest.mark.soak) for pair in OTHERS]
 
@@ -118,22 +110,25 @@ def test_weights_are_on_their_way_before_they_are_needed(
     gpu: Gpu, kind: Kind, num_rows: int
 ) -> None:
     out = meta(num_rows, 14336)
-    launch = block_linear_launch(meta(num_rows, 4096), meta_blocks(kind, 14336, 4096), None, out)
+    launch = block_linear_launch(meta(num_rows, 4096), empty_blocks((14336, 4096), kind), None, out)
 
     counts = check_compiled(gpu, launch)
 
-    assert counts["cp.async.cg"] > 0
+    # The first planes of 2 and 3 bits have 8 bytes of a block.
+    assert counts["cp.async.cg"] + (counts["cp.async.ca"] if kind.bits < 4 else 0) > 0
     assert (counts["mma.sync"] > 0) == (num_rows > 1)
 
 
 @pytest.mark.parametrize("gpu", [AMPERE, RTX_30, BLACKWELL, RTX_50], ids=str)
 def test_no_kind_of_gpu_is_left_out(gpu: Gpu) -> None:
-    weights = meta_blocks(KINDS[0], 14336, 4096)
+    weights = empty_blocks((14336, 4096), KINDS[0])
     check_compiled(gpu, block_linear_launch(meta(5, 4096), weights, None, meta(5, 14336)))
 
 
 @pytest.mark.parametrize(("gpu", "kind"), [*USUAL, *LONG], ids=str)
 def test_unpacking_loads_words_of_16_bytes(gpu: Gpu, kind: Kind) -> None:
-    launch = unpack_launch(meta_blocks(kind, 14336, 4096), meta(14336, 4096))
+    launch = unpack_launch(empty_blocks((14336, 4096), kind), meta(14336, 4096))
 
-    assert check_compiled(gpu, launch)["ld.global.v4"] > 0
+    counts = check_compiled(gpu, launch)
+
+    assert counts["ld.global.v4" if kind.bits > 3 else "ld.global.v2"] > 0

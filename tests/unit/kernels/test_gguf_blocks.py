@@ -8,10 +8,15 @@ from gguf.quants import dequantize
 
 from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear import gguf_blocks
-from kvchat_kernels.linear.blocks import BlockWeights, dequantised, interleaved
+from kvchat_kernels.linear.blocks import (
+    BlockWeights,
+    dequantised,
+    interleaved,
+    with_planes_apart,
+)
 from kvchat_kernels.linear.cpu import read_blocks, rounding_beside
 from kvchat_kernels.linear.file_formats import FILE_FORMATS
-from kvchat_kernels.linear.gguf_blocks import WIDE_FORMATS, block_weights, held_bytes
+from kvchat_kernels.linear.gguf_blocks import block_weights, held_bytes
 from support.gguf_files import SCALES_AT
 from support.matrix import spread
 
@@ -19,7 +24,6 @@ FORMATS = [name for name in FILE_FORMATS if name in GGMLQuantizationType.__membe
 # Compiled code reads these in different ways: runs of all lengths, a head, codes, whole scales.
 _DIFFERENT = ["Q4_1", "Q5_0", "Q5_K", "Q6_K", "IQ4_XS"]
 WIDTHS = {256: (256, 2048), 64: (64, 448), 32: (32, 96, 480, 512)}
-WIDE = [(name, True) for name in sorted(WIDE_FORMATS)]
 
 
 def random_rows(name: str, num_rows: int, num_in: int) -> np.ndarray:
@@ -38,17 +42,18 @@ def random_rows(name: str, num_rows: int, num_in: int) -> np.ndarray:
     return blocks.reshape(num_rows, -1)
 
 
-@pytest.mark.parametrize(("name", "is_wide"), [*((name, False) for name in FORMATS), *WIDE])
-def test_blocks_are_the_numbers_that_the_file_means(name: str, is_wide: bool) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_are_the_numbers_that_the_file_means(name: str) -> None:
     """To the bit; but where there is a minimum, gguf rounds in another order."""
     rows = random_rows(name, 6, 512)
 
-    weights = block_weights(torch.from_numpy(rows), name, is_wide)
+    weights = block_weights(torch.from_numpy(rows), name)
 
     assert weights is not None
     meant = torch.from_numpy(dequantize(rows, GGMLQuantizationType[name]))
     tolerance = 1e-6 if weights.has_minimums or weights.layout.is_centred else 0.0
-    assert torch.allclose(dequantised(weights), meant, rtol=tolerance, atol=tolerance)
+    for form in (weights, with_planes_apart(weights)):
+        assert torch.allclose(dequantised(form), meant, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,20 +93,16 @@ def assert_same(found: BlockWeights, wanted: BlockWeights) -> None:
         assert part.view(torch.uint8).equal(found.parts()[key].view(torch.uint8)), key
 
 
-@pytest.mark.parametrize(
-    ("is_interleaved", "is_wide"), [(False, False), (True, False), (False, True)]
-)
+@pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("name", spread(FORMATS, _DIFFERENT))
-def test_compiled_code_reads_the_same_bytes(name: str, is_interleaved: bool, is_wide: bool) -> None:
-    if is_wide and name not in WIDE_FORMATS:
-        pytest.skip("no form for a GPU")
+def test_compiled_code_reads_the_same_bytes(name: str, is_interleaved: bool) -> None:
     for num_in in WIDTHS[FILE_FORMATS[name].columns]:
         for num_rows in (1, 37):
             rows = torch.from_numpy(random_rows(name, num_rows, num_in))
-            plain = block_weights(rows, name, is_wide)
+            plain = block_weights(rows, name)
             assert plain is not None
 
-            found = read_blocks(rows, name, is_interleaved, is_wide)
+            found = read_blocks(rows, name, is_interleaved)
 
             turned = interleaved(plain, rounding_beside(plain)) if is_interleaved else plain
             assert_same(found, turned)

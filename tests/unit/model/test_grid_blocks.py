@@ -157,4 +157,4 @@ def test_memory_of_moved_columns_is_told_as_it_is(name: str, run: int) -> None:
             weights = read_grids(rows, name, pool, is_interleaved=False)
 
     moved = with_columns(weights, order)
-    assert tensors._held_bytes(tensor, form, None, for_cpu=True) == moved.num_bytes
+    assert tensors._held_bytes(tensor, form, None) == moved.num_bytes

@@ -36,7 +36,7 @@ from kvchat.model.packed.quantise import (
 from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.experts import MAX_ROWS
 from kvchat_kernels.linear import blocks
-from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised, with_planes_apart
 from kvchat_kernels.linear.gguf_blocks import block_weights
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
@@ -206,7 +206,9 @@ def test_layers_that_are_not_packed_make_no_packed_product() -> None:
         DeviceProducts([nn.Linear(8, 8)])
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q2_K", "IQ4_XS", "MXFP4", "TQ1_0"]
+)
 def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +231,7 @@ def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
         assert torch.allclose(layer(x), twins[name](x), atol=1e-3), name
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "mixed"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q3_K", "MXFP4", "mixed"])
 def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,14 +264,16 @@ def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
     assert torch.allclose(experts(x, chosen, factors), own(x, chosen, factors), atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "num_bytes"), [("Q4_K", 18.5), ("Q5_K", 34.5), ("Q6_K", 34.25)])
+@pytest.mark.parametrize(("kind", "num_bytes"), [("Q4_K", 18.5), ("Q5_K", 22.5), ("Q6_K", 26.25)])
 def test_whole_scales_stay_whole_on_a_gpu(kind: str, num_bytes: float) -> None:
     """As floats those of Q4_K made a file of 18 GB one of 24 there."""
     stored = torch.zeros(2, stored_bytes_of_a_row(kind), dtype=torch.uint8)
-    weights = block_weights(stored, kind, is_wide=True)
+    weights = block_weights(stored, kind)
     assert weights is not None
 
-    assert weights.to(torch.device("meta")).num_bytes == num_bytes * 2 * 512 / 32
+    on_gpu = with_planes_apart(weights.to(torch.device("meta")))
+
+    assert on_gpu.num_bytes == num_bytes * 2 * 512 / 32
 
 
 def stored_bytes_of_a_row(kind: str) -> int:
