@@ -5,7 +5,8 @@ sequence: through the model's modules, and through the compiled step where there
 test finds models that keep positions or state outside attention. It costs a few forward passes, so
 a pass is stored under configuration, dtype, device and versions. Where KV has another form than the
 model's own numbers, the compiled step, or the fused layers of a GPU, run over that form too, beside
-the modules over the same.
+the modules over the same. Packed weights on a GPU, which both paths multiply with by the same
+kernels, are tested by themselves first.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ from kvchat.core.types import Memory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention
-from kvchat.model.loader import LoadedModel
+from kvchat.model.loader import IN_BLOCKS, LoadedModel
+from kvchat.model.packed.product_test import device_forms, product_fault
 from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
 from kvchat_kernels.kv_layer import PlainKv
 
@@ -74,6 +76,7 @@ def ensure_trusted(loaded: LoadedModel, memory: Memory) -> None:
     known, verdict = memory.get(_KIND, key), _PASSES
     if known == _PASSES:
         return
+    _require_products(loaded)
     faster = loaded.fusing or loaded.compiled
     if faster is None:
         _require_pass(loaded)
@@ -178,6 +181,23 @@ def _require_pass(loaded: LoadedModel, compiled: bool = True, own: OwnLogits | N
             f"The architecture {loaded.spec.architecture} is not supported: computed over a paged "
             f"cache its output differs from its own (similarity {similarity:.5f}).",
             "It probably keeps positions or state outside its attention.",
+        )
+
+
+def _require_products(loaded: LoadedModel) -> None:
+    """Test the kernels of packed weights on a GPU; raises ModelUnsupported if they fail."""
+    try:
+        fault = product_fault(loaded.module, loaded.dtype)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a compiler of kernels raises many types
+        _log.warning("self-test of packed weights: %r", error)
+        fault = f"packed weights at all: its kernels raise {type(error).__name__}"
+    if fault is not None:
+        way = "--dtype bfloat16" if loaded.weights == IN_BLOCKS else "--weights auto"
+        raise ModelUnsupported(
+            f"This GPU does not multiply rightly with {fault}.",
+            f"Give {way}: the weights are in 16 bits then.",
         )
 
 
@@ -316,6 +336,7 @@ def _verdict_key(loaded: LoadedModel, kv_name: str = "") -> str:
         " ".join((loaded.weights, *loaded.in_8)),
         # What passed by its modules says nothing of a step that it has since.
         "modules" if (loaded.fusing or loaded.compiled) is None else "faster",
+        *device_forms(loaded.module),
         machine_name(loaded.device),
         transformers.__version__,
         *([f"kv {kv_name}"] if kv_name else ()),
