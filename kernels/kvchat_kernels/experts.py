@@ -11,6 +11,7 @@ from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 
+# Gets products of gate and up side by side [n, 2 * width], and the expert of each [n].
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Up to so many rows nothing is read by the host: steps of graphs have no more.
 MAX_ROWS = 64
@@ -23,6 +24,7 @@ def block_experts(
     gate_up: Sequence[BlockWeights],
     down: BlockWeights,
     gate: Gate,
+    down_bias: torch.Tensor | None = None,
     *,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -31,10 +33,11 @@ def block_experts(
     x         [num_rows, hidden], contiguous, floating
     chosen    [num_rows, top_k], the numbers of experts, whole numbers
     factors   [num_rows, top_k], floating
-    gate_up   [experts * 2 * width, hidden], gate above up in each expert; or two matrices
+    gate_up   [experts * 2 * width, hidden], each expert's rows together; or two matrices
               [experts * width, hidden], gate and up
     down      [experts * hidden, width]
-    gate      makes of the products [n, width] of both one of that shape, act(gate) * up
+    gate      makes [n, width] of the products of both, such as act(gate) * up
+    down_bias [experts, hidden] or None: added to what `down` makes
     impl      auto, triton or reference; auto without Triton multiplies expert by expert
 
     Returns [num_rows, hidden] in the dtype of `x`, owned by the caller. Products are summed in
@@ -50,10 +53,10 @@ def block_experts(
     if not chosen.numel():
         return torch.zeros_like(x)
     if impl == "reference":
-        return block_experts_reference(x, chosen, factors, gate_up, down, gate)
+        return block_experts_reference(x, chosen, factors, gate_up, down, gate, down_bias)
     if num_rows <= MAX_ROWS and uses_triton(x.device, impl):
-        return _by_kernels(x, chosen, factors, gate_up, down, gate)
-    return _expert_by_expert(x, chosen, factors, gate_up, down, gate, impl)
+        return _by_kernels(x, chosen, factors, gate_up, down, gate, down_bias)
+    return _expert_by_expert(x, chosen, factors, gate_up, down, gate, down_bias, impl)
 
 
 def _by_kernels(
@@ -63,6 +66,7 @@ def _by_kernels(
     gate_up: Sequence[BlockWeights],
     down: BlockWeights,
     gate: Gate,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from kvchat_kernels.experts_kernels import Groups, add_up_launch, group_launch, product_launch
 
@@ -74,9 +78,12 @@ def _by_kernels(
     both = x.new_empty(num_pairs, 2 * down.num_in)
     for weights, room in zip(gate_up, both.chunk(len(gate_up), dim=1), strict=True):
         product_launch(x, chosen, groups, weights, num_experts, room).run()
-    gated = gate(*both.chunk(2, dim=1)).contiguous()
+    experts = chosen.flatten()
+    gated = gate(both, experts).contiguous()
     products = x.new_empty(num_pairs, x.shape[1], dtype=torch.float32)
     product_launch(gated, chosen, groups, down, num_experts, products).run()
+    if down_bias is not None:
+        products += down_bias[experts]
     out = torch.empty_like(x)
     add_up_launch(products, factors.contiguous(), out).run()
     return out
@@ -89,6 +96,7 @@ def _expert_by_expert(
     gate_up: Sequence[BlockWeights],
     down: BlockWeights,
     gate: Gate,
+    down_bias: torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
     """Multiply each expert's rows at once: `block_linear` unpacks a tile of its weights at a time.
@@ -111,8 +119,10 @@ def _expert_by_expert(
         inputs = x[rows]
         parts = [_of(weights, expert, num_experts) for weights in gate_up]
         both = [block_linear(inputs, part, impl=impl) for part in parts]
-        gated = gate(*torch.cat(both, dim=1).chunk(2, dim=1)).contiguous()
+        gated = gate(torch.cat(both, dim=1), experts[pairs]).contiguous()
         products = block_linear(gated, _of(down, expert, num_experts), impl=impl).float()
+        if down_bias is not None:
+            products += down_bias[expert]
         out.index_add_(0, rows, products * factors.flatten()[pairs, None].float())
     return out.to(x.dtype)
 
@@ -130,6 +140,7 @@ def block_experts_reference(
     gate_up: Sequence[BlockWeights],
     down: BlockWeights,
     gate: Gate,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what `block_experts` returns, computed in float32 with unpacked weights."""
     num_experts = down.num_out // x.shape[1]
@@ -138,8 +149,10 @@ def block_experts_reference(
         for place, expert in enumerate(experts):
             inputs = x[row : row + 1].float()
             both = [inputs @ _matrix(weights, expert, num_experts).T for weights in gate_up]
-            gated = gate(*torch.cat(both, dim=1).chunk(2, dim=1))
-            product = gated @ _matrix(down, expert, num_experts).T
+            gated = gate(torch.cat(both, dim=1), chosen[row, place : place + 1])
+            product = gated.float() @ _matrix(down, expert, num_experts).T
+            if down_bias is not None:
+                product += down_bias[expert]
             out[row] += product[0] * factors[row, place].float()
     return out.to(x.dtype)
 

@@ -464,6 +464,10 @@ def _experts(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
         yield _expert_case(rows, chosen, place.random(num_rows, _TOP_K).abs(), sets)
 
 
+def _gated(both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return silu_mul(*both.chunk(2, dim=1))
+
+
 def _expert_case(
     rows: torch.Tensor,
     chosen: torch.Tensor,
@@ -472,7 +476,7 @@ def _expert_case(
 ) -> KernelCase:
     def computed(index: int, impl: str = "auto") -> torch.Tensor:
         gate_up, down = sets[index]
-        return block_experts(rows, chosen, factors, (gate_up,), down, silu_mul, impl=impl)
+        return block_experts(rows, chosen, factors, (gate_up,), down, _gated, impl=impl)
 
     num_bytes = sum(part.num_bytes for part in sets[0]) // _NUM_EXPERTS
     return KernelCase(

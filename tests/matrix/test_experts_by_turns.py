@@ -9,9 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kvchat.model import loader
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.checkpoint.tensors import stays_packed
-from kvchat.model.packed.experts import ExpertPacksByTurns, expert_packs_of
+from kvchat.model.hf.model_class import MetaModel
+from kvchat.model.packed.experts import (
+    DeviceExpertPacksByTurns,
+    ExpertPacksByTurns,
+    expert_packs_of,
+)
+from kvchat.model.packed.product_test import product_fault
+from kvchat_kernels.experts import MAX_ROWS
+from kvchat_kernels.linear.blocks import BlockWeights
 from matrix.test_gguf_experts import assert_same, in_float32, load, logits_of
 from support.checkpoints import save_checkpoint, tiny_model
 from support.compiled_steps import stir
@@ -95,4 +104,34 @@ def test_a_checkpoint_tells_whether_it_stays_packed(tmp_path: Path) -> None:
         for path, for_cpu in ((packed, True), (packed, False), (plain, True))
     ]
 
-    assert found == [True, False, False]
+    assert found == [True, True, False]
+
+
+@pytest.mark.parametrize("form", ["of safetensors files", "MXFP4", "Q8_0"])
+def test_on_a_gpu_they_are_those_of_their_module(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They became 16 bits there, and a model of 13 GB needed 40."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(BlockWeights, "to", lambda weights, where: weights)
+    metadata = {"expert_feed_forward_length": _SIZES["intermediate_size"]}
+    is_gguf = form != "of safetensors files"
+    path = (
+        write_gguf(tmp_path / "m.gguf", model(), form, metadata) if is_gguf else in_mxfp4(tmp_path)
+    )
+    source = find_model(str(path))
+    config, spec = loader.inspect_model(source)
+
+    module, _ = loader._read_weights(source, MetaModel(config), None, spec, lambda _: None, device)
+
+    experts = module.model.layers[0].mlp.experts
+    own = load(path, dtype="float32").module.model.layers[0].mlp.experts
+    packs = expert_packs_of(experts)
+    assert isinstance(packs, DeviceExpertPacksByTurns)
+    assert 8 * packs.num_bytes == (8.5 if form == "Q8_0" else 4.25) * 3 * 6 * 256**2
+    for num_rows in (1, 5, MAX_ROWS + 1):
+        x, chosen = torch.randn(num_rows, 256), torch.rand(num_rows, 6).topk(3)
+        expected = own(x, chosen.indices, chosen.values)
+        found = experts(x, chosen.indices, chosen.values)
+        assert (found - expected).norm() <= 0.01 * expected.norm()  # biases have 16 bits
+    assert product_fault(module, torch.float32) is None

@@ -104,7 +104,7 @@ def random_blocks(shape: tuple[int, int], kind: Kind, device: str) -> BlockWeigh
     elif kind.bits == 8:
         levels = levels.view(torch.int8)
     size = max(map(abs, kind.codes)) if kind.codes else 448 if kind.are_floats else 1 << kind.bits
-    scales = torch.randn(num_out, num_in // kind.block) / max(2, size / 4)
+    scales = torch.randn(num_out, num_in // kind.block) / max(2, size / 2)
     minimums = torch.randn_like(scales) if kind.has_minimums else None
     steps = None
     if kind.has_steps:

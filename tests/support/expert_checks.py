@@ -29,6 +29,7 @@ class Case:
     kinds: tuple[Kind, ...] = (KINDS[0], KINDS[0])
     dtype: torch.dtype = torch.float32
     can_repeat: bool = False
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,25 @@ class Step:
     factors: torch.Tensor
     gate_up: tuple[BlockWeights, ...]
     down: BlockWeights
+    down_bias: torch.Tensor | None = None
 
     def by(self, impl: str) -> torch.Tensor:
         return block_experts(
-            self.x, self.chosen, self.factors, self.gate_up, self.down, gate, impl=impl
+            self.x,
+            self.chosen,
+            self.factors,
+            self.gate_up,
+            self.down,
+            gate,
+            self.down_bias,
+            impl=impl,
         )
 
 
-def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-    return silu(gates) * ups
+def gate(both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """A gate that has a factor for each expert."""
+    gates, ups = both.chunk(2, dim=1)
+    return silu(gates) * ups * (1 + experts[:, None] % 3).to(both.dtype)
 
 
 def random_step(case: Case, device: str) -> Step:
@@ -72,12 +83,14 @@ def random_step(case: Case, device: str) -> Step:
     # The products of gate and up are about 1.
     x = torch.randn(case.num_rows, case.hidden) / case.hidden**0.5
     factors = torch.rand(chosen.shape)
+    bias = torch.randn(case.num_experts, case.hidden) if case.has_bias else None
     return Step(
         x.to(case.dtype).to(device),
         chosen.to(device),
         factors.to(case.dtype).to(device),
         tuple(gate_up),
         down,
+        None if bias is None else bias.to(case.dtype).to(device),
     )
 
 
@@ -95,7 +108,10 @@ def computed(step: Step, wanted: torch.dtype, rounds_weights: bool) -> torch.Ten
     for row, experts in enumerate(step.chosen.tolist()):
         for place, expert in enumerate(experts):
             both = linear(step.x[row].to(wanted), gate_up[expert])
-            product = linear(gate(*both.chunk(2)), down[expert])
+            gated = gate(both[None], step.chosen[row, place : place + 1])[0]
+            product = linear(gated, down[expert])
+            if step.down_bias is not None:
+                product += step.down_bias[expert].to(wanted)
             out[row] += product.cpu() * step.factors[row, place].cpu().to(out.dtype)
     return out
 
@@ -113,7 +129,7 @@ def check_block_experts(case: Case, device: str = "cpu", impl: str = "triton") -
     assert_as_exact(out, plain.to(device), oracle.to(device))
     exact = replace(step, x=step.x.float(), factors=step.factors.float())
     twin = block_experts_reference(
-        exact.x, exact.chosen, exact.factors, exact.gate_up, exact.down, gate
+        exact.x, exact.chosen, exact.factors, exact.gate_up, exact.down, gate, exact.down_bias
     )
     limit = 1e-5 if case.dtype == torch.float32 else 0.02
     assert (out.float() - twin).norm() <= limit * twin.norm()

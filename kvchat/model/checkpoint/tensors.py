@@ -63,8 +63,7 @@ def read_tensors(
     `names_in`: `meta` is a part of the checkpoint's model, whose tensors have these names there.
 
     What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
-    in the file: linear layers but those of `read_elsewhere`, and experts of GGUF files and of
-    gpt-oss's on a CPU. None unpacks all.
+    in the file: linear layers but those of `read_elsewhere`, and experts. None unpacks all.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
@@ -145,7 +144,7 @@ def _wanted_in_blocks(
         return []
     wanted: list[tuple[str, ...]] = []
     wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
-    wanted += expert_tensors(module, blocks_on)
+    wanted += expert_tensors(module)
     # Else the head reads the table as it is.
     if blocks_on.type == "cpu" and (head is None or (head,) in wanted):
         wanted += [(name,) for name in _large_tables(module, dtype)]
@@ -223,7 +222,7 @@ def _in_blocks(
     groups: list[tuple[str, ...]] = [
         (n,) for n in sorted(_linear_names(meta.module, read_elsewhere))
     ]
-    groups += expert_tensors(meta.module, blocks_on)
+    groups += expert_tensors(meta.module)
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for names in groups:
         parts = {}
@@ -257,7 +256,7 @@ def _experts_in_blocks(
     """Return the matrices of plain experts that have a tensor each, and take these out."""
     takes_floats, for_cpu = _takes_floats(tensors, blocks_on), blocks_on.type == "cpu"
     found: dict[str, tuple[BlockWeights, ...]] = {}
-    for gate_up, down in expert_tensors(meta.module, blocks_on):
+    for gate_up, down in expert_tensors(meta.module):
         count, num_out, num_in = meta.module.get_parameter(down).shape
         names = _expert_names(tensors, gate_up.rpartition(".")[0], count)
         matrices = [
@@ -323,8 +322,7 @@ def stored_names(source: ModelSource) -> list[str]:
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
     """Return whether most packed weights of a safetensors checkpoint are not unpacked.
 
-    Unpacked are floats of 8 bits where torch multiplies faster in 16, and gpt-oss's experts on a
-    GPU.
+    Unpacked are floats of 8 bits where torch multiplies faster in 16.
     """
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
@@ -336,7 +334,6 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
         part.num_bytes
         for part in packed.values()
         if part.may_fit_blocks() and (takes_floats or not part.are_bytes)
-        if for_cpu or len(part.shape) == 2
     ]
     return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 

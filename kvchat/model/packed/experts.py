@@ -115,17 +115,28 @@ class DeviceExpertPacks:
     """The matrices of a layer's experts on a GPU, as those of `ExpertPacks`."""
 
     def __init__(self, module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
-        act: Act = module.act_fn
         self.gate_up = tuple(gate_up)
         self.down = down
-        self._gate = GATES.get(activation_of(act)) or (lambda gates, ups: act(gates) * ups)
+        self._module = module
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
-        x = hidden_states.contiguous()
-        return block_experts(x, top_k_index, top_k_weights, self.gate_up, self.down, self._gate)
+        x, bias = hidden_states.contiguous(), self._down_bias
+        matrices = self.gate_up, self.down
+        return block_experts(x, top_k_index, top_k_weights, *matrices, self._gated, bias)
+
+    @property
+    def _down_bias(self) -> torch.Tensor | None:
+        return None
+
+    def _gated(self, both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Return what the gate makes of products [n, 2 * width] of these experts [n]."""
+        act: Act = self._module.act_fn
+        gates, ups = both.chunk(2, dim=1)
+        known = GATES.get(activation_of(act))
+        return act(gates) * ups if known is None else known(gates, ups)
 
     @property
     def num_bytes(self) -> int:
@@ -133,6 +144,29 @@ class DeviceExpertPacks:
 
     def __deepcopy__(self, memo: object) -> "DeviceExpertPacks":
         return self  # nothing ever changes it
+
+
+class DeviceExpertPacksByTurns(DeviceExpertPacks):
+    """The same of experts by turns, whose biases and gate are their module's."""
+
+    @property
+    def _down_bias(self) -> torch.Tensor:
+        bias: torch.Tensor = self._module.down_proj_bias
+        return bias
+
+    def _gated(self, both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        if len(self.gate_up) == 2:
+            both = both.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+        bias = self._module.gate_up_proj_bias[experts].to(both.dtype)
+        gated: torch.Tensor = self._module._apply_gate(both + bias)
+        return gated
+
+
+# By whether experts are plain: what holds them on a CPU, and on a GPU.
+EXPERT_PACKS = {
+    True: (ExpertPacks, DeviceExpertPacks),
+    False: (ExpertPacksByTurns, DeviceExpertPacksByTurns),
+}
 
 
 def are_plain_experts(module: Any) -> bool:
@@ -187,15 +221,15 @@ def expert_weights(module: Any) -> list[torch.Tensor]:
     return [getattr(module, name).detach() for name in EXPERT_TENSORS]
 
 
-def expert_tensors(module: nn.Module, device: torch.device) -> list[tuple[str, ...]]:
+def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of the tensors, gate and up before down, of experts that multiply in blocks.
 
-    They are plain, on a CPU by turns too. `use_blocks` of `quantise.py` takes both or none.
+    They are plain or by turns. `use_blocks` of `quantise.py` takes both or none.
     """
     owners = [
         name
         for name, part in module.named_modules()
-        if are_plain_experts(part) or (device.type == "cpu" and are_experts_by_turns(part))
+        if are_plain_experts(part) or are_experts_by_turns(part)
     ]
     return [tuple(f"{owner}.{name}" for name in EXPERT_TENSORS) for owner in owners]
 

@@ -54,10 +54,15 @@ def _are_experts_off(packs: DeviceExpertPacks, num_rows: int, dtype: torch.dtype
     chosen = torch.arange(count, device=x.device).repeat(num_rows, 1)
     factors = torch.ones(chosen.shape, dtype=dtype, device=x.device)
     found, expected = (
-        block_experts(x, chosen, factors, gate_up, down, torch.mul, impl=impl)
+        block_experts(x, chosen, factors, gate_up, down, _gated, impl=impl)
         for impl in ("auto", "reference")
     )
     return _is_off(found, expected.float())
+
+
+def _gated(both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    gates, ups = both.chunk(2, dim=1)
+    return gates * ups
 
 
 def _rows(num_rows: int, weights: BlockWeights, dtype: torch.dtype) -> torch.Tensor:

@@ -21,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
 from kvchat.model.packed.experts import (
+    EXPERT_PACKS,
     EXPERT_TENSORS,
-    DeviceExpertPacks,
     ExpertPacks,
-    ExpertPacksByTurns,
     are_plain_experts,
     can_pack_experts,
     expert_packs_of,
@@ -514,12 +513,12 @@ def use_blocks(
     GgufTensors has them. They are taken out one by one: what a part makes of them takes the place
     of these.
     """
-    for gate_up, down in expert_tensors(module, device):
+    for gate_up, down in expert_tensors(module):
         if gate_up in blocks:
             experts = module.get_submodule(gate_up.rpartition(".")[0])
             matrices = blocks.pop(gate_up)
-            packs: Any = ExpertPacks if are_plain_experts(experts) else ExpertPacksByTurns
-            packs = packs if device.type == "cpu" else DeviceExpertPacks
+            on_cpu, on_gpu = EXPERT_PACKS[are_plain_experts(experts)]
+            packs: Any = on_cpu if device.type == "cpu" else on_gpu
             *gate_and_up, last = (_on(device, part) for part in (*matrices, *blocks.pop(down)))
             use_packs(experts, packs(experts, gate_and_up, last))
     while blocks:
