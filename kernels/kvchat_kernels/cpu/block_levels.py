@@ -70,6 +70,8 @@ def zero_of(layout: Layout) -> int:
     """Return how much too high the bytes without signs are that `vectors_of` returns."""
     if not layout.rounding.is_beside_unsigned:
         return 0
+    if layout.grid is not None and layout.grid.is_ternary:
+        return 1
     are_whole = layout.has_planes and layout.codes is None and layout.grid is None
     return layout.zero if are_whole else SIGN
 

@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import SIGN, Place, as_shorts, levels_of, signed, vectors_of
+from kvchat_kernels.cpu.block_levels import (
+    Place,
+    as_shorts,
+    levels_of,
+    signed,
+    vectors_of,
+    zero_of,
+)
 from kvchat_kernels.cpu.code import (
     F16,
     F32,
@@ -343,7 +350,7 @@ def _vectors_of_grid(
     code: Code, layout: Layout, records: Records, place: Place
 ) -> tuple[Value, ...]:
     if layout.rounding.is_beside_unsigned:
-        return (records.numbers(place.words[0], SIGN),)
+        return (records.numbers(place.words[0], zero_of(layout)),)
     return as_shorts(code, code.halves(_numbers_of_grid(code, layout, records, place)))
 
 

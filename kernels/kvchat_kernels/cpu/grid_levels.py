@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from llvmlite import ir
 
+from kvchat_kernels.cpu.block_levels import bits_at
 from kvchat_kernels.cpu.code import F32, I8, I16, I32, I64, Code, Value, constant, has_feature
 from kvchat_kernels.linear.grids import (
     BLOCKS,
+    DIGITS,
     FREE_BITS,
     PASS_POINTS,
     WORD,
@@ -20,6 +22,7 @@ from kvchat_kernels.linear.grids import (
     Grid,
     Moves,
     Signs,
+    digits_of,
 )
 
 _REGISTER = 64
@@ -38,12 +41,15 @@ class Records:
         self._points_loaded: dict[int, list[Value]] = {}
         self._rooms: dict[tuple[Value, int], Value] = {}
         self._sign_bits: Value | None = None
+        self._digit_codes: dict[Value, tuple[Value, Value]] = {}
 
     def numbers(self, word: int, zero: int = 0) -> Value:
         """Return the numbers of a word of 4 columns of all blocks, plus `zero`: bytes.
 
         A vector has the blocks of the first row, then those of the other.
         """
+        if self.grid.is_ternary:
+            return self._digits(word, zero - 1)
         start = zero - (self.grid.moves is not Moves.NONE)
         if _has_permutations():
             numbers = self._permuted(word, start)
@@ -55,8 +61,70 @@ class Records:
 
     def scales(self, part: int) -> Value:
         """Return the scales of the first or second halves of the first row's blocks."""
+        if self.grid.is_ternary:
+            return self.code.floats(1.0, BLOCKS)
         stored = self._nibbles(self.at[0], part) & self.grid.scale_mask
         return self.code.convert("sitofp", stored * 2 + 1, _FLOATS)
+
+    # Digits
+
+    def _digits(self, word: int, zero: int) -> Value:
+        """Return the digits of a word of columns, plus `zero`."""
+        digits = [self._digits_of_row(at, word) for at in self.at]
+        whole = self.code.chain(digits)
+        return whole + zero if zero else whole
+
+    def _digits_of_row(self, at: Value, word: int) -> Value:
+        first, second, third = DIGITS
+        if word < first[2]:
+            return self._digit_of(at, first, word)
+        place = 2 * (word - first[2])
+        one = self._digit_of(at, second, place)
+        if place + 1 < second[2]:
+            return self.code.joined(one, self._digit_of(at, second, place + 1))
+        few = [self._digit_of(at, third, digit) for digit in range(third[2])]
+        return self.code.joined(one, self.code.chain(few))
+
+    def _digit_of(self, at: Value, run: tuple[int, int, int], digit: int) -> Value:
+        """Return a digit of each byte of a run of a record.
+
+        With permutations the bytes of a record are looked up, in 2 bits a digit. A byte times 3 to
+        the power of n, without what is above a byte, is below 86 where digit n is 0, and above 170
+        where it is 2.
+        """
+        code, (start, count, _) = self.code, run
+        if _has_permutations():
+            low, high = self._codes_of_digits(at)
+            lanes = range(start, start + count)
+            if digit == WORD:
+                return code.picked(high, lanes)
+            return bits_at(code, code.picked(low, lanes), 2, 2 * digit, 0)
+        powers = code.load(at, start, ir.VectorType(I8, count))
+        for _ in range(digit):
+            powers = powers + powers + powers
+        one, two, none = (Value(code, constant(number, powers.type)) for number in (1, 2, 0))
+        is_two, is_some = (
+            Value(code, code.builder.icmp_unsigned(">", powers.raw, constant(least, powers.type)))
+            for least in (170, 85)
+        )
+        return code.select(is_two, two, code.select(is_some, one, none))
+
+    def _codes_of_digits(self, at: Value) -> tuple[Value, Value]:
+        """Return the first four digits of the bytes of a record, and the fifth ones."""
+        if at not in self._digit_codes:
+            code = self.code
+            first, second, third = (
+                code.load(at, start, ir.VectorType(I8, count)) for start, count, _ in DIGITS
+            )
+            padded = code.picked(third, [*range(third.type.count)] * WORD)
+            stored = code.joined(first, code.joined(second, padded))
+            digits = digits_of(np.arange(256, dtype=np.uint8)[:, None], WORD + 1)
+            low = (digits[:, :WORD] << np.arange(0, 2 * WORD, 2, dtype=np.uint8)).sum(axis=1)
+            self._digit_codes[at] = (
+                _looked_up(code, low.tolist(), stored, ()),
+                _looked_up(code, digits[:, WORD].tolist(), stored, ()),
+            )
+        return self._digit_codes[at]
 
     # Points in registers
 

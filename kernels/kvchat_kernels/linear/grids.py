@@ -12,6 +12,9 @@ scales       4 bits for each block, then of second halves of blocks that have tw
 
 If the number of signs of 8 weights is even, the last needs no bit, and the scale of the block is
 there instead, its lowest bit in its first 8 columns.
+
+Weights of three numbers have no points and no scales: a byte has five digits of 0 to 2, the highest
+first, as TQ1_0 has them. `DIGITS` says which words of 4 columns, of all blocks, are where.
 """
 
 from dataclasses import dataclass, field
@@ -34,6 +37,11 @@ PASS_POINTS = 32
 FREE_BITS = 0xAA00_0000
 
 Array = np.ndarray[Any, Any]
+
+# Runs of bytes of a record of digits, and which digits are in them, one behind another: half a word
+# of all blocks is 16 digits.
+DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
+_POWERS = (1, 3, 9, 27, 81)
 
 
 class Signs(Enum):
@@ -60,6 +68,7 @@ class Grid:
     points    the codes of a point, the first in the lowest bits; their number is a power of two
     width     weights of a point: 8, or 4
     block     columns of a scale: 32 or 16
+    is_ternary  weights are digits of the three numbers
     """
 
     name: str
@@ -69,6 +78,7 @@ class Grid:
     signs: Signs
     block: int = COLUMNS
     moves: Moves = Moves.NONE
+    is_ternary: bool = False
     digest: str = field(init=False)  # so that forms of compiled code say which points these are
 
     def __post_init__(self) -> None:
@@ -121,6 +131,8 @@ class Grid:
 
     @property
     def num_bytes(self) -> int:
+        if self.is_ternary:
+            return sum(count for _, count, _ in DIGITS)
         num_apart = self.num_parts - (self.signs is Signs.EVEN)
         return self.scales_at + num_apart * _WORD_BYTES
 
@@ -164,8 +176,44 @@ class Grid:
         return numbers
 
 
+TERNARY = Grid("ternary", (-1, 0, 1), (), WORD, Signs.NONE, is_ternary=True)
+
+
+def digits_of(stored: Array, count: int) -> Array:
+    """Return the first digits of bytes [n, bytes], one behind another: uint8 [n, count * bytes]."""
+    powers = np.array(_POWERS[:count], np.uint8)[:, None]
+    digits = ((stored[:, None] * powers).astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    return digits.reshape(len(stored), -1)
+
+
+def bytes_of(digits: Array, count: int) -> Array:
+    """Return the bytes that have so many digits each, as of `digits_of`."""
+    powers = np.array(_POWERS[: -1 - count : -1], np.uint16)[:, None]
+    total = (digits.reshape(len(digits), count, -1) * powers).sum(axis=1, dtype=np.uint16)
+    stored: Array = ((total * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)
+    return stored
+
+
+def records_of(digits: Array) -> Array:
+    """Return records of digits [n, 256] in the order of columns: uint8 [n, bytes]."""
+    words = digits.reshape(-1, BLOCKS, WORDS, WORD).transpose(0, 2, 1, 3).reshape(-1, STEP_COLUMNS)
+    parts, end = [], 0
+    for _, num_bytes, count in DIGITS:
+        start, end = end, end + num_bytes * count
+        parts.append(bytes_of(words[:, start:end], count))
+    return np.concatenate(parts, axis=1)
+
+
+def _ternary_numbers(records: Array) -> Array:
+    words = [digits_of(records[:, at : at + size], count) for at, size, count in DIGITS]
+    numbers = np.concatenate(words, axis=1).reshape(-1, WORDS, BLOCKS, WORD).transpose(0, 2, 1, 3)
+    return numbers.reshape(len(records), -1).astype(np.int8) - 1
+
+
 def numbers_of(records: Array, grid: Grid) -> Array:
     """Return the numbers of records [n, bytes], uint8, in the order of columns: int8 [n, 256]."""
+    if grid.is_ternary:
+        return _ternary_numbers(records)
     points = records[:, : grid.num_points].astype(np.int32)
     for bit in range(grid.high_bits):
         size = grid.num_points // 8
@@ -213,6 +261,8 @@ def _nibbles(records: Array, at: int) -> Array:
 
 def scales_of(records: Array, grid: Grid) -> Array:
     """Return the whole scales of records, int8 [n, 256 / block], in the order of columns."""
+    if grid.is_ternary:
+        return np.ones((len(records), BLOCKS), np.int8)
     parts = []
     for part in range(grid.num_parts):
         at = grid.part_at(part)

@@ -1,7 +1,8 @@
 """Blocks of GGUF files whose weights are points of a grid, as BlockWeights of the same size.
 
 Compiled code looks the points up (`kvchat_kernels/linear/grids.py` has the form of records); the
-package gguf has the grids. TQ1_0, which has 5 weights in a byte, becomes levels of 2 bits.
+package gguf has the grids. The digits of TQ1_0 are put in another order; for a GPU, and where
+columns are moved, they become levels of 2 bits.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,16 @@ import torch
 
 from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS, BlockWeights, in_planes, interleaved
 from kvchat_kernels.linear.cpu import rounding_beside
-from kvchat_kernels.linear.grids import BLOCKS, Grid, Moves, Signs
+from kvchat_kernels.linear.grids import (
+    BLOCKS,
+    DIGITS,
+    TERNARY,
+    Grid,
+    Moves,
+    Signs,
+    digits_of,
+    records_of,
+)
 
 # Weights whose levels are there at once.
 _AT_ONCE = 1 << 22
@@ -219,18 +229,18 @@ def _grid(name: str) -> Grid:
     return Grid(name, form.numbers, tuple(points.tolist()), *of_grid)
 
 
-def grid_bytes(num_bytes: int, name: str) -> int:
+def grid_bytes(num_bytes: int, name: str, for_cpu: bool = True) -> int:
     """Return the bytes of memory of weights that take `num_bytes` in a file."""
     if name == "TQ1_0":
-        one = _fives(torch.zeros(1, _FIVES_BYTES, dtype=torch.uint8)).num_bytes
-        return num_bytes // _FIVES_BYTES * one
+        one = _fives(torch.zeros(1, _FIVES_BYTES, dtype=torch.uint8), in_records=for_cpu)
+        return num_bytes // _FIVES_BYTES * one.num_bytes
     step_bytes = torch.float16.itemsize
     return num_bytes // _FORMS[name].num_bytes * (_grid(name).num_bytes + step_bytes)
 
 
 def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -> BlockWeights:
     """Return the weights of stored rows [out, bytes of a row], uint8; `pool` has the threads."""
-    num_bytes, tile_of = _FIVES_BYTES, _fives
+    num_bytes, tile_of = _FIVES_BYTES, partial(_fives, in_records=is_interleaved)
     if name != "TQ1_0":  # before the threads begin: each would make a grid
         num_bytes, tile_of = _FORMS[name].num_bytes, partial(_tile, _FORMS[name], _grid(name))
     num_in = data.shape[1] // num_bytes * STEP_COLUMNS
@@ -294,14 +304,14 @@ def _turned(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _fives(data: torch.Tensor) -> BlockWeights:
-    """Return the weights of rows in TQ1_0: a byte has 5 numbers of 0 to 2, first the highest."""
-    num_out = len(data)
-    blocks = data.reshape(-1, _FIVES_BYTES)
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int32)
-    fives = (((blocks[:, :_FIVES, None].int() * powers) & 255) * 3) >> 8
-    runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))  # bytes, and the numbers of each
-    parts = [fives[:, first:end, :count].transpose(1, 2).flatten(1) for first, end, count in runs]
-    levels = in_planes(torch.cat(parts, dim=1).view(num_out, -1, COLUMNS), 2)
-    steps = _half_at(_FIVES)(blocks).view(num_out, -1)
+def _fives(data: torch.Tensor, *, in_records: bool) -> BlockWeights:
+    """Return the weights of rows in TQ1_0, as records or as levels of 2 bits, for a GPU."""
+    num_out, blocks = len(data), data.reshape(-1, _FIVES_BYTES)
+    stored = blocks.numpy()
+    parts = [digits_of(stored[:, at : at + size], count) for at, size, count in DIGITS]
+    digits, steps = np.concatenate(parts, axis=1), _half_at(_FIVES)(blocks).view(num_out, -1)
+    if in_records:
+        records = torch.from_numpy(records_of(digits)).view(num_out, -1)
+        return BlockWeights(8, COLUMNS, records, steps, None, grid=TERNARY)
+    levels = in_planes(torch.from_numpy(digits).view(num_out, -1, COLUMNS), 2)
     return BlockWeights(2, STEP_COLUMNS, levels.view(num_out, -1), steps, None, zero=1)

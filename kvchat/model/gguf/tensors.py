@@ -188,7 +188,7 @@ def read_gguf_tensors(
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config, for_cpu)
-    needed = _needed_bytes(sources, dtype, kept, config)
+    needed = _needed_bytes(sources, dtype, kept, config, for_cpu)
     free = free_bytes(torch.device("cpu"))
     if needed > free:
         form = "" if kept else f" as {dtype_name(dtype)}"
@@ -235,7 +235,7 @@ def memory_bytes(
     kept = _staying(sources, shapes, wanted, config, for_cpu)
     parts = [part for source in sources.values() for part in source.parts]
     mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
-    return _needed_bytes(sources, dtype, kept, config) + mapped
+    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped
 
 
 def _is_small(name: str, shape: torch.Size) -> bool:
@@ -258,25 +258,29 @@ def _staying(
 
 
 def _needed_bytes(
-    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], config: Any
+    sources: Mapping[str, _Source],
+    dtype: torch.dtype,
+    kept: Set[str],
+    config: Any,
+    for_cpu: bool,
 ) -> int:
     """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
     needed = 0
     for name, source in sources.items():
         for part in source.parts:
             if name in kept:
-                needed += _held_bytes(part, source.form, config)
+                needed += _held_bytes(part, source.form, config, for_cpu)
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
 
 
-def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any) -> int:
+def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: bool) -> int:
     """Return the bytes of memory of a tensor that stays in blocks."""
     name, num_bytes = kind_name(tensor), tensor.num_bytes
     if form is None or form.columns is None:
         is_grid = name in GRID_FORMATS
-        return grid_bytes(num_bytes, name) if is_grid else held_bytes(num_bytes, name)
+        return grid_bytes(num_bytes, name, for_cpu) if is_grid else held_bytes(num_bytes, name)
     num_rows = prod(tensor.shape[:-1])  # which are alike: one is read
     row = torch.zeros(1, num_bytes // num_rows, dtype=torch.uint8)
     read = block_weights(row, name)
