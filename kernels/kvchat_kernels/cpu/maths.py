@@ -1,7 +1,8 @@
 """Vector mathematics for CPU kernels: stored floats of any dtype, exp, tanh, erf.
 
 exp follows Cephes' expf (S. Moshier): x is split into n * ln 2 + r, and exp(r) is a polynomial of
-degree 7, right to about 1e-7. erf is formula 7.1.26 of Abramowitz and Stegun, right to 1.5e-7.
+degree 7, right to about 1e-7; of 16 floats at once it has a shorter way. erf is formula 7.1.26 of
+Abramowitz and Stegun, right to 1.5e-7.
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Below the first the result counts as 0; above the second it would overflow.
 _LEAST, _MOST = -87.0, 88.0
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+# 2^f less 1 over f, by least squares whose weights grow where the error is largest; then 1.
+_EXP2 = (1.3264728e-3, 9.6715132e-3, 5.5507337e-2, 2.4022242e-1, 6.9314698e-1, 1.0)
 _LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
@@ -192,12 +195,14 @@ def store_floats(
 
 
 def exp(code: Code, x: Value) -> Value:
-    """Return exp of a vector of floats; 0 below -87, and no infinity above 88. A NaN stays one."""
+    """Return exp of a vector of floats; 0 far below -87, no infinity above 88. A NaN stays one."""
     count = x.type.count
 
     def floats(value: float) -> Value:
         return code.floats(value, count)
 
+    if count == 2 * LANES and has_feature("avx512f"):
+        return _scaled_exp(code, x)
     is_zero = x < _LEAST
     # In this order a NaN fails both comparisons and stays: bounds first, at no further instruction.
     x = code.least(floats(_MOST), code.greatest(floats(_LEAST), x))
@@ -209,6 +214,23 @@ def exp(code: Code, x: Value) -> Value:
     power = (code.convert("fptosi", n, ir.VectorType(I32, count)) + 127) << 23
     value = value * code.as_bits(power, x.type)
     return code.select(is_zero, floats(0.0), value)
+
+
+def _scaled_exp(code: Code, x: Value) -> Value:
+    """Return exp of 16 floats: 2^n * 2^f, by half as many instructions, as one multiplies by 2^n.
+
+    2^f is a polynomial of degree 5, right to 1e-7 between -1/2 and 1/2. Far from 0 the rounded
+    logarithm shows: at -80 the result is off by 2e-6 of it.
+    """
+    count, kind = x.type.count, x.type
+    x = code.least(code.floats(_MOST, count), x)
+    n = code.call(f"llvm.rint.v{count}f32", kind, x * code.floats(_LOG2_E, count))
+    rest = x * code.floats(_LOG2_E, count) - n
+    first = code.floats(_EXP2[0], count)
+    power = reduce(lambda total, each: total * rest + code.floats(each, count), _EXP2[1:], first)
+    mask = Value(code, ir.Constant(ir.IntType(16), -1))
+    rounding = Value(code, ir.Constant(I32, 4))
+    return code.call("llvm.x86.avx512.mask.scalef.ps.512", kind, power, n, power, mask, rounding)
 
 
 def log_of_one_and(code: Code, x: Value) -> Value:
