@@ -149,8 +149,9 @@ def _agreement(ours: _Quality, plain: _Quality, texts: _Texts, beside: str) -> l
 
 
 def _recall_figures(ours: list[list[int]], plain: list[list[int]], beside: str) -> list[Figure]:
-    """Return how many answers are right at each depth, and how many are others than over plain
-    KV.
+    """Return how many answers are right at each depth, how many are others than over plain KV, and
+    how many are right over one of both alone. A model that guesses changes its guesses: of two
+    wrong answers neither recalls a fact.
     """
     if not ours:
         return []
@@ -166,9 +167,16 @@ def _recall_figures(ours: list[list[int]], plain: list[list[int]], beside: str) 
         beside_count = right(plain, first, first + each)
         unit = f"of {each * len(ours)}"
         figures.append(Figure(where, count, unit, beside_count, beside))
-    pairs = zip(ours, plain, strict=True)
-    changed = sum(a != b for mine, own in pairs for a, b in zip(mine, own, strict=True))
-    return [*figures, Figure("other answers", changed, f"of {NUM_FACTS * len(ours)}")]
+    pairs = [
+        (fact, *answers)
+        for of_text in zip(ours, plain, strict=True)
+        for fact, answers in enumerate(zip(*of_text, strict=True))
+    ]
+    unit = f"of {len(pairs)}"
+    changed = sum(mine != own for _, mine, own in pairs)
+    in_one = sum((mine == fact) != (own == fact) for fact, mine, own in pairs)
+    figures.append(Figure("other answers", changed, unit))
+    return [*figures, Figure("facts recalled over one alone", in_one, unit)]
 
 
 def _token_bytes(rounded: AssembledEngine, own: AssembledEngine, beside: str) -> Figure:

@@ -236,6 +236,8 @@ def test_what_coded_kv_does_to_predictions_is_measured() -> None:
     assert found["int8: perplexity of the text"].ratio == pytest.approx(1, abs=0.02)
     assert found["int8: other answers"].value <= 5
     assert found["int8: other answers"].unit == "of 100"
+    in_one = found["int8: facts recalled over one alone"]
+    assert in_one.value <= found["int8: other answers"].value
     assert found["int8: recall at 80 to 100 %"].beside is not None
     assert {found[f"{rule} 50%: recall"].unit for rule in ("SnapKV", "KVzip", "H2O")} == {"of 20"}
     # The demo is small: what 4 bits would do is a note.
