@@ -153,7 +153,7 @@ def test_a_preempted_request_goes_on(made: Loaded) -> None:
 
 
 def test_a_restart_goes_on_at_every_turn(made: Loaded, tmp_path: Path) -> None:
-    """The first process writes, and is not closed: nothing of it is left but what it wrote."""
+    """Also at turns that another followed: the window before each end is on the disk."""
     chat, context, ends = opened(made, tmp_path), words(150, seed=5), []
     for turn in range(3):
         context = [*context, *ask(chat, context)]
