@@ -7,8 +7,9 @@ import torch
 
 from kvchat_kernels.experts import MAX_ROWS
 from kvchat_kernels.experts_kernels import Groups, add_up_launch, group_launch, product_launch
+from kvchat_kernels.linear.file_formats import UNEVEN
 from support.block_linear_checks import KINDS, Kind, empty_blocks
-from support.compiling import BLACKWELL, GPUS, HOPPER, RTX_40, Gpu
+from support.compiling import BLACKWELL, GPUS, HOPPER, RTX_40, RTX_50, Gpu
 from support.expert_checks import (
     Case,
     check_block_experts,
@@ -112,8 +113,12 @@ QWEN3_30B = (2048, 768, 128, 8)
 MIXTRAL = (4096, 14336, 8, 2)
 WIDE_32 = (2880, 2880, 32, 4)
 SHAPES = {"Qwen3-30B-A3B": QWEN3_30B, "Mixtral": MIXTRAL, "32 of 2880": WIDE_32}
-# There a few rows spill four registers, compiled by Triton 3.7.
-SPILLED = (BLACKWELL, "32 of 2880", KINDS[0])
+# There a few rows spill four registers, compiled by Triton 3.7, and one row of codes two or four.
+SPILLED = [
+    (BLACKWELL, "32 of 2880", KINDS[0]),
+    (BLACKWELL, "Qwen3-30B-A3B", Kind(3, 32, torch.int8, codes=UNEVEN[::2])),
+    (RTX_50, "Mixtral", Kind(4, 32, torch.float16, codes=UNEVEN)),
+]
 USUAL = [
     (RTX_40, "Qwen3-30B-A3B", KINDS[0]),
     (HOPPER, "Mixtral", KINDS[6]),
@@ -126,7 +131,7 @@ OTHERS = [
     for name in SHAPES
     for kind in KINDS
     if SHAPES[name][0] % kind.columns == 0
-    if (gpu, name, kind) not in [*USUAL, SPILLED]
+    if (gpu, name, kind) not in [*USUAL, *SPILLED]
 ]
 
 

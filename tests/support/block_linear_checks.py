@@ -90,6 +90,7 @@ KINDS = (
     Kind(4, 16, torch.float8_e4m3fn, codes=FLOATS, unit=0.5, has_row_steps=True),
     Kind(4, 16, torch.float32, codes=FLOATS, unit=0.5),
     Kind(3, 32, torch.int8, codes=UNEVEN[::2]),
+    Kind(3, 16, torch.int8, codes=UNEVEN[::2]),
     Kind(8, 128, torch.float32, are_floats=True),
 )
 ROUNDED_KINDS, FILE_KINDS = KINDS[:9], KINDS[9:]

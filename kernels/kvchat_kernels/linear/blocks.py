@@ -309,7 +309,7 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     if torch.equal(order, torch.arange(len(order))):
         return weights
     if weights.grid is not None:
-        weights = _with_codes(without_grid(weights), weights.grid.all_numbers)
+        weights = with_codes(weights)
     if weights.block > COLUMNS:
         scales = weights.scales.repeat_interleave(weights.block // COLUMNS, dim=1)
         weights = replace(weights, scales=scales, block=COLUMNS)
@@ -325,8 +325,10 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     return weights.made_of({name: moved(name, part) for name, part in weights.parts().items()})
 
 
-def _with_codes(weights: BlockWeights, numbers: Sequence[int]) -> BlockWeights:
-    """Return levels of 8 bits, each one of `numbers`, as codes of 3 or 4 bits."""
+def with_codes(weights: BlockWeights) -> BlockWeights:
+    """Return the weights of a grid as codes of 3 or 4 bits, with whole scales and steps."""
+    assert weights.grid is not None
+    numbers, weights = weights.grid.all_numbers, without_grid(weights)
     bits = 3 if len(numbers) <= 8 else 4
     codes = torch.zeros(256, dtype=torch.uint8)
     codes[torch.tensor(numbers) + 128] = torch.arange(len(numbers), dtype=torch.uint8)

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS, BlockWeights, in_planes, interleaved
+from kvchat_kernels.linear.blocks import (
+    COLUMNS,
+    STEP_COLUMNS,
+    BlockWeights,
+    in_planes,
+    interleaved,
+    with_codes,
+)
 from kvchat_kernels.linear.cpu import rounding_beside
 from kvchat_kernels.linear.grids import (
     BLOCKS,
@@ -206,9 +213,7 @@ _FORMS = {
 }
 # Of TQ1_0: bytes of a block, and of them those with weights; the rest are its step.
 _FIVES_BYTES, _FIVES = 54, 52
-# Read here, but their weights are no points of a grid.
-PLANE_FORMATS = frozenset({"TQ1_0"})
-GRID_FORMATS = PLANE_FORMATS.union(_FORMS)
+GRID_FORMATS = frozenset((*_FORMS, "TQ1_0"))
 
 
 @cache
@@ -229,17 +234,22 @@ def _grid(name: str) -> Grid:
     return Grid(name, form.numbers, tuple(points.tolist()), *of_grid)
 
 
-def grid_bytes(num_bytes: int, name: str, for_cpu: bool = True) -> int:
-    """Return the bytes of memory of weights that take `num_bytes` in a file."""
+def grid_bytes(num_bytes: int, name: str) -> int:
+    """Return the bytes of memory of weights that take `num_bytes` in a file, on a CPU."""
     if name == "TQ1_0":
-        one = _fives(torch.zeros(1, _FIVES_BYTES, dtype=torch.uint8), in_records=for_cpu)
+        one = _fives(torch.zeros(1, _FIVES_BYTES, dtype=torch.uint8), in_records=True)
         return num_bytes // _FIVES_BYTES * one.num_bytes
     step_bytes = torch.float16.itemsize
     return num_bytes // _FORMS[name].num_bytes * (_grid(name).num_bytes + step_bytes)
 
 
-def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -> BlockWeights:
-    """Return the weights of stored rows [out, bytes of a row], uint8; `pool` has the threads."""
+def read_grids(
+    data: torch.Tensor, name: str, pool: Any, is_interleaved: bool, in_codes: bool = False
+) -> BlockWeights:
+    """Return the weights of stored rows [out, bytes of a row], uint8; `pool` has the threads.
+
+    `in_codes`: points become codes of 3 or 4 bits, as kernels of a GPU read them.
+    """
     num_bytes, tile_of = _FIVES_BYTES, partial(_fives, in_records=is_interleaved)
     if name != "TQ1_0":  # before the threads begin: each would make a grid
         num_bytes, tile_of = _FORMS[name].num_bytes, partial(_tile, _FORMS[name], _grid(name))
@@ -248,6 +258,7 @@ def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -
 
     def read(start: int) -> BlockWeights:
         tile = tile_of(data[start : start + step])
+        tile = with_codes(tile) if in_codes and tile.grid is not None else tile
         return interleaved(tile, rounding_beside(tile)) if is_interleaved else tile
 
     whole: BlockWeights | None = None

@@ -26,7 +26,7 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf.architectures import Architecture
 from kvchat.model.gguf.file import GgufModel, GgufTensor
 from kvchat.model.gguf.forms import GENERAL, Form, forms_of
-from kvchat.model.gguf.grid_blocks import GRID_FORMATS, PLANE_FORMATS, grid_bytes, read_grids
+from kvchat.model.gguf.grid_blocks import GRID_FORMATS, grid_bytes, read_grids
 from kvchat_kernels.linear.blocks import (
     BlockWeights,
     can_move_columns,
@@ -145,7 +145,7 @@ class _Source:
         Where they are those of several tensors, one matrix is made of them if all have one format.
         """
         form, parts = self.form, self.parts
-        known = BLOCK_FORMATS | (GRID_FORMATS if for_cpu else PLANE_FORMATS)
+        known = BLOCK_FORMATS | GRID_FORMATS
         if self.number is not None or any(kind_name(p) not in known for p in parts):
             return False
         if form is not None and form.are_experts:
@@ -278,16 +278,18 @@ def _needed_bytes(
 def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: bool) -> int:
     """Return the bytes of memory of a tensor that stays in blocks."""
     name, num_bytes = kind_name(tensor), tensor.num_bytes
-    if form is None or form.columns is None:
-        is_grid = name in GRID_FORMATS
-        return grid_bytes(num_bytes, name, for_cpu) if is_grid else held_bytes(num_bytes, name)
+    is_grid, moves_columns = name in GRID_FORMATS, form is not None and form.columns is not None
+    if not moves_columns and (for_cpu or not is_grid):
+        return grid_bytes(num_bytes, name) if is_grid else held_bytes(num_bytes, name)
     num_rows = prod(tensor.shape[:-1])  # which are alike: one is read
     row = torch.zeros(1, num_bytes // num_rows, dtype=torch.uint8)
     read = block_weights(row, name)
     if read is None:
         with ThreadPoolExecutor(1) as pool:
-            read = read_grids(row, name, pool, is_interleaved=False)
-    return with_columns(read, form.columns(tensor.shape[-1], config)).num_bytes * num_rows
+            read = read_grids(row, name, pool, is_interleaved=False, in_codes=not for_cpu)
+    if form is not None and form.columns is not None:
+        read = with_columns(read, form.columns(tensor.shape[-1], config))
+    return read.num_bytes * num_rows
 
 
 def _sources(
@@ -426,7 +428,7 @@ class _Reader:
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
         name = kind_name(tensor)
         if name in GRID_FORMATS:
-            read = read_grids(rows, name, self._pool, is_interleaved)
+            read = read_grids(rows, name, self._pool, is_interleaved, not self._for_cpu)
         else:
             let_go = partial(self._let_go, tensor)
             read = read_blocks(rows, name, is_interleaved, let_go)

@@ -63,8 +63,8 @@ def test_weights_are_the_numbers_that_the_file_means(
 
     meant = torch.from_numpy(dequantize(rows, GGMLQuantizationType[name]))
     assert torch.equal(dequantised(weights), meant)
-    assert weights.num_bytes == grid_bytes(rows.size, name, is_interleaved)
     is_in_planes = name == "TQ1_0" and not is_interleaved
+    assert is_in_planes or weights.num_bytes == grid_bytes(rows.size, name)
     assert weights.num_bytes <= (1.23 if is_in_planes else _MOST.get(name, 1.0)) * rows.size
 
 
@@ -159,4 +159,19 @@ def test_memory_of_moved_columns_is_told_as_it_is(name: str, run: int) -> None:
             weights = read_grids(rows, name, pool, is_interleaved=False)
 
     moved = with_columns(weights, order)
-    assert tensors._held_bytes(tensor, form, None, for_cpu=True) == moved.num_bytes
+    for for_cpu in (True, False):
+        assert tensors._held_bytes(tensor, form, None, for_cpu) == moved.num_bytes
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_points_are_codes_on_a_gpu(name: str) -> None:
+    """They became 16 bits there."""
+    rows = torch.from_numpy(random_rows(name, 5, 512))
+    tensor = GgufTensor("y", (5, 512), GGMLQuantizationType[name].value, Path("y"), 0, rows.numel())
+    with ThreadPoolExecutor(1) as pool:
+        weights = read_grids(rows, name, pool, is_interleaved=False, in_codes=True)
+
+    assert weights.grid is None
+    assert torch.equal(dequantised(weights), dequantised(random_weights(name, 5, 512)))
+    assert tensors._held_bytes(tensor, None, None, for_cpu=False) == weights.num_bytes
+    assert 8 * weights.num_bytes <= 4.6 * 5 * 512

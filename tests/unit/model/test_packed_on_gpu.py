@@ -207,7 +207,7 @@ def test_layers_that_are_not_packed_make_no_packed_product() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q2_K", "IQ4_XS", "MXFP4", "TQ1_0"]
+    "kind", ["Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q2_K", "IQ4_XS", "MXFP4", "TQ1_0", "IQ2_XS"]
 )
 def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
