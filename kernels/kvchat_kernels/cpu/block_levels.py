@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import I8, I16, I64, Code, Value, constant, has_feature
+from kvchat_kernels.cpu.code import I8, I16, I32, I64, Code, Value, constant, has_feature
 from kvchat_kernels.linear.blocks import PLANES, WORD, Layout
 
 # The matrix of bits that gives the upper 4 bits of a byte: a row of 8 bits for each bit, the row of
@@ -16,8 +16,6 @@ from kvchat_kernels.linear.blocks import PLANES, WORD, Layout
 _HIGH_BITS = 0x1020_4080_0000_0000
 # What a byte with a sign gets to be one without.
 SIGN = 128
-# Groups of so many blocks are read a word of columns after another, smaller ones lane by lane.
-_LEAST_EVEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +76,13 @@ def zero_of(layout: Layout) -> int:
 
 def levels_of(code: Code, bits: int, size: int, place: Place, stored: Sequence[Value]) -> Value:
     """Return levels without signs, 8 bits each, of vectors of their planes."""
-    if place.turn is None and size >= _LEAST_EVEN:
-        each = [_levels_of_word(code, bits, size, word, stored) for word in place.words]
-        while len(each) > 1:
-            each = [code.joined(*two) for two in zip(each[::2], each[1::2], strict=True)]
-        return each[0]
     total, low, turns = None, 0, PLANES[bits][0]
     for plane, data in zip(PLANES[bits], stored, strict=True):
         if place.turn is None:
-            part = _picked_bits(code, plane, size, place.words, data) << low
+            part = _bits_of_words(code, data, plane, size, place.words, low)
         else:
             turn = place.turn & -plane if plane < turns else None
             part = bits_at(code, data, plane, place.words[0], low, turn)
-        total = part if total is None else total | part
-        low += plane
-    assert total is not None
-    return total
-
-
-def _levels_of_word(code: Code, bits: int, size: int, word: int, stored: Sequence[Value]) -> Value:
-    """Return the levels of a word of columns of a small group, whose planes are `stored`."""
-    total, low, width = None, 0, WORD * size
-    for plane, data in zip(PLANES[bits], stored, strict=True):
-        start = width * (word % plane)
-        part = code.picked(data, range(start, start + width))
-        part = bits_at(code, part, plane, word // plane * plane, low)
         total = part if total is None else total | part
         low += plane
     assert total is not None
@@ -127,13 +107,32 @@ def bits_at(
     return code.as_bits(words, data.type) & (mask if mask < 128 else mask - 256)
 
 
-def _picked_bits(code: Code, bits: int, size: int, words: Sequence[int], data: Value) -> Value:
-    """Return the bits of some words of columns of a small group, whose plane is `data`."""
-    lanes = [WORD * size * (word % bits) + lane for word in words for lane in range(WORD * size)]
-    shifts = [bits * (word // bits) for word in words for _ in range(WORD * size)]
-    picked = code.picked(data, lanes)
-    shifted = picked >> Value(code, ir.Constant(picked.type, shifts))
-    return shifted if bits == 8 else shifted & ((1 << bits) - 1)
+def _bits_of_words(
+    code: Code, data: Value, count: int, size: int, words: Sequence[int], low: int
+) -> Value:
+    """Return `count` bits of each byte for some words of a small group, moved to bit `low`.
+
+    `data` has the bytes of these words, of one row or of two side by side. Where several words are
+    in the same bytes, these are repeated, and each copy has a shift of its own.
+    """
+    word_bytes, num_loaded = WORD * size, min(len(words), count)
+    rows = range(data.type.count // (word_bytes * num_loaded))
+    lanes = [
+        (row * num_loaded + number % num_loaded) * word_bytes + byte
+        for row in rows
+        for number in range(len(words))
+        for byte in range(word_bytes)
+    ]
+    repeated = data if num_loaded == len(words) else code.picked(data, lanes)
+    shifts = [word // count * count for _ in rows for word in words for _ in range(size)]
+    kind = ir.VectorType(I32, len(shifts))
+    bits, least, most = code.as_bits(repeated, kind), min(shifts), max(shifts)
+    first = low if most <= low or least >= low else least
+    steps = Value(code, ir.Constant(kind, [abs(shift - first) for shift in shifts]))
+    bits = bits << steps if most <= first else bits >> steps
+    mask = ((1 << count) - 1) << first
+    part = code.as_bits(bits, repeated.type) & (mask if mask < 128 else mask - 256)
+    return part << (low - first) if low > first else part
 
 
 def signed(code: Code, layout: Layout, levels: Value) -> Value:

@@ -217,16 +217,15 @@ class WeightRow:
         return [code.load(group + place.start, at, kind) for at in range(0, width, step)]
 
     def _planes(self, group: Value, size: int, place: Place) -> list[Value]:
-        """Load the vector of each plane, of small groups all of each plane."""
+        """Load the vector of each plane, of small groups the bytes that have the place's words."""
         loaded, turns = [], PLANES[self._layout.bits][0]
         for bits in PLANES[self._layout.bits]:
             if place.turn is None:
-                kind = ir.VectorType(I8, WORD * bits * size)
-                loaded.append(self._code.load(group, 0, kind))
+                number, count = place.words[0] % bits, min(len(place.words), bits)
             else:
-                number = place.turn if bits == turns else place.turn & (bits - 1)
-                kind = ir.VectorType(I8, WORD * size)
-                loaded.append(self._code.load(group, number * (WORD * size), kind))
+                number, count = place.turn if bits == turns else place.turn & (bits - 1), 1
+            kind = ir.VectorType(I8, WORD * size * count)
+            loaded.append(self._code.load(group, number * (WORD * size), kind))
             group = group + WORD * bits * size
         return loaded
 
@@ -328,10 +327,11 @@ class TwoWeightRows:
         if not layout.has_planes:
             joined = [code.joined(*pair) for pair in pairs]
             return vectors_of(code, layout, size, place, joined)
-        if place.turn is None:
+        are_shorts = layout.rounding is Rounding.SHORT
+        if place.turn is None and are_shorts:
             each = [vectors_of(code, layout, size, place, stored) for stored in (one, other)]
             return tuple(code.joined(*two) for two in zip(*each, strict=True))
-        mixes = _halves_by_turns if layout.rounding is Rounding.SHORT else _beside
+        mixes = _halves_by_turns if are_shorts else _beside
         mixed = [mixes(code, *pair) for pair in pairs]
         return vectors_of(code, layout, size, place, mixed)
 
