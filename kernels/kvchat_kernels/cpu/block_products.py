@@ -248,22 +248,25 @@ def _write_products(
     activations = [ActivationRow(code, x, layout.rounding, side) for x in x_rows]
     pairs = [[_Pair(code, row, x, side) for x in activations] for row in weights]
     _add_products(code, layout, pairs)
-    for x_row, of_x in zip(x_rows, zip(*pairs, strict=True), strict=True):
-        totals = code.tree_totals([pair.total.get() for pair in of_x], LANES)
+    totals = [
+        code.variable(code.tree_totals([pair.total.get() for pair in of_x], LANES))
+        for of_x in zip(*pairs, strict=True)
+    ]
+    with code.when(code.task.bias > 0):
         if are_beside:
-            _store(code, totals, rows[0], x_row)
+            biases = code.load(code.task.bias, rows[0] * 4, totals[0].get().type)
+        else:
+            each = [code.load(code.task.bias, row * 4, F32) for row in rows]
+            biases = code.gathered(each) if len(rows) > 1 else each[0]
+        for total in totals:
+            total.set(total.get() + biases)
+    for x_row, total in zip(x_rows, totals, strict=True):
+        out = code.task.out + x_row * code.task.out_stride
+        if are_beside or len(rows) == 1:
+            code.store(total.get(), out, rows[0] * 4)
             continue
         for number, row in enumerate(rows):
-            total = code.lane(totals, number) if len(rows) > 1 else totals
-            _store(code, total, row, x_row)
-
-
-def _store(code: Code, value: Value, row: Value, x_row: Value) -> None:
-    total = code.variable(value)
-    with code.when(code.task.bias > 0):
-        total.set(value + code.load(code.task.bias, row * 4, value.type))
-    offset = x_row * code.task.out_stride + row * 4
-    code.store(total.get(), code.task.out, offset)
+            code.store(code.lane(total.get(), number), out, row * 4)
 
 
 def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:
