@@ -220,10 +220,10 @@ class WeightRow:
         """Load the vector of each plane, of small groups the bytes that have the place's words."""
         loaded, turns = [], PLANES[self._layout.bits][0]
         for bits in PLANES[self._layout.bits]:
-            if place.turn is None:
-                number, count = place.words[0] % bits, min(len(place.words), bits)
-            else:
-                number, count = place.turn if bits == turns else place.turn & (bits - 1), 1
+            number: Value | int = place.words[0] % bits
+            count = min(len(place.words), bits)
+            if place.turn is not None:
+                number = place.turn if bits == turns else place.turn & (bits - 1)
             kind = ir.VectorType(I8, WORD * size * count)
             loaded.append(self._code.load(group, number * (WORD * size), kind))
             group = group + WORD * bits * size
