@@ -184,6 +184,15 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
         },
     ),
+    "minimax, windows": (
+        "minimax",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 2,
+            "block_size": 8,
+            "sliding_window": 20,
+        },
+    ),
     "zaya, windows": ("zaya", {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 20}),
     "mamba, no attention": ("mamba", _MAMBA1),
     "falcon_mamba, no attention": ("falcon_mamba", _MAMBA1),

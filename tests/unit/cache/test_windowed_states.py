@@ -27,10 +27,11 @@ class Model(RecurrentModel):
     """Checks that each token sees the KV of all tokens before it, and of a window of them."""
 
     num_window_blocks: int = 40
+    windowed: frozenset[int] = frozenset({1})
 
     def __post_init__(self) -> None:
         geometry = KvGeometry((LayerGeometry(1, 1, 1),) * 2, torch.float32, BLOCK)
-        windows = Windows(frozenset({1}), WINDOW, -(-STATE_BYTES // geometry.block_bytes))
+        windows = Windows(self.windowed, WINDOW, -(-STATE_BYTES // geometry.block_bytes))
         self.pool = WindowedKvPool(geometry, windows, self.num_blocks, self.num_window_blocks, CPU)
         self.manager = WindowedStateManager(self.pool, STATE_BYTES, 80, self.reuse)
 
@@ -43,9 +44,9 @@ class Model(RecurrentModel):
             tokens = torch.tensor(ids[start:end]).float()
             layer.keys.view(-1)[places] = tokens
             layer.values.view(-1)[places] = torch.arange(start, end).float()
-        for index, first in (0, 0), (1, max(0, start - WINDOW + 1)):
+        for index, layer in enumerate(self.pool.layers):
+            first = max(0, start - WINDOW + 1) if index in self.windowed else 0
             places = self.places(table, range(first, end), index)
-            layer = self.pool.layers[index]
             assert layer.keys.view(-1)[places].tolist() == list(ids[first:end])
             assert layer.values.view(-1)[places].tolist() == list(range(first, end))
         return super().read(table, ids, end, is_prompt_end)
@@ -184,11 +185,13 @@ def adopt_all(
 
 @short_and_long(4, 100)
 def test_random_actors_agree_with_recomputing_from_scratch(size: int) -> None:
-    """With room for few windows, for more, and for all of them."""
+    """With room for few windows, for more, and for all; also where every layer has a window."""
     num_reused = 0
     for seed in range(size):
         rng = random.Random(seed)
-        num_reused += live(rng, Model(60, num_window_blocks=rng.choice([30, 45, 60])))
+        windowed = frozenset({1}) if seed % 2 else frozenset({0, 1})
+        num_windows = rng.choice([30, 45, 60])
+        num_reused += live(rng, Model(60, num_window_blocks=num_windows, windowed=windowed))
     assert num_reused, "no state was ever used again"
 
 
