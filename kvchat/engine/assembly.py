@@ -50,6 +50,7 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
+from kvchat.engine.stateful_drafter import StatefulDrafter
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
@@ -476,11 +477,9 @@ class _DraftBuild:
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
         config = replace(self.model_config, device=target.device.type)
         loaded = load_trusted(source, config, target.max_context, self.memory, _say_nothing)
-        if loaded.spec.state:
-            raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
         own_config, target_config = self._shared_budget(loaded, self._own_cache_config())
         cache, runner = _cache_and_runner(loaded, own_config, self.engine_config, MOST_CAUGHT_UP)
-        drafter = ModelDrafter(
+        drafter = (StatefulDrafter if loaded.spec.state else ModelDrafter)(
             runner,
             cache,
             loaded.spec.vocab_size,

@@ -22,6 +22,7 @@ from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
 from kvchat.model.batch import SequencePiece
+from kvchat_kernels.state_buffer import StateBuffer
 
 if TYPE_CHECKING:
     from kvchat.cache.arrivals import Arrival
@@ -37,8 +38,8 @@ _NEWEST = 0.3
 
 
 @dataclass(slots=True)
-class _DraftState:
-    """One request's KV in the draft model's cache.
+class DraftState:
+    """One request's KV in the draft model's cache. Of recurrent layers `guessing` reads guesses.
 
     # [0, num_computed)            KV of the request's own ids
     # then len(tail) tokens        KV of drafts, valid as far as the request accepted them
@@ -48,6 +49,7 @@ class _DraftState:
     num_computed: int
     tail: list[int] = field(default_factory=list)
     is_wanted: bool = False
+    guessing: StateBuffer | None = None
 
 
 class ModelDrafter:
@@ -80,7 +82,7 @@ class ModelDrafter:
         self._clock = clock
         self._piece_rows = piece_rows if piece_rows is not None else _MOST_BEHIND
         self._most_along = min(_MOST_ALONG, self._piece_rows - 1)
-        self._states: dict[Request, _DraftState] = {}
+        self._states: dict[Request, DraftState] = {}
         self._arrivals: dict[Request, Arrival | None] = {}
         self._tokens_per_s = 0.0
 
@@ -107,7 +109,7 @@ class ModelDrafter:
             if end - start > self._most_along and self.cache.reserve(state.table, start, end):
                 self._make_up(request, state, start, end)
 
-    def _make_up(self, request: Request, state: _DraftState, start: int, end: int) -> None:
+    def _make_up(self, request: Request, state: DraftState, start: int, end: int) -> None:
         """Compute missing tokens in pieces, except those that the next draft step computes."""
         while end - start > self._most_along:
             stop = min(end, start + self._piece_rows)
@@ -153,7 +155,7 @@ class ModelDrafter:
             return as_tokens(drawn)
         return sample(self._runner.run_pieces(pieces), rows)
 
-    def _rewound(self, state: _DraftState, request: Request) -> int:
+    def _rewound(self, state: DraftState, request: Request) -> int:
         """Keep the KV of accepted drafts, drop the rest; return how many tokens have KV."""
         known = state.num_computed
         for token in state.tail:
@@ -185,7 +187,7 @@ class ModelDrafter:
             self._states[request].is_wanted = False
             self._go_on(request, self._states[request], seconds / len(behind))
 
-    def _state(self, request: Request) -> _DraftState | None:
+    def _state(self, request: Request) -> DraftState | None:
         """Return a request's draft state, made on first use.
 
         Returns None while its KV arrives, or if the context is too long.
@@ -193,7 +195,7 @@ class ModelDrafter:
         state = self._states.get(request)
         if state is None and self._is_ready(request):
             table = self.cache.start(request.ids)
-            state = self._states[request] = _DraftState(table, table.cached_len)
+            state = self._states[request] = DraftState(table, table.cached_len)
         return state
 
     def _is_ready(self, request: Request) -> bool:
@@ -212,7 +214,7 @@ class ModelDrafter:
         if arrival is not None:
             arrival.give_up()
 
-    def _go_on(self, request: Request, state: _DraftState, seconds: float) -> None:
+    def _go_on(self, request: Request, state: DraftState, seconds: float) -> None:
         """Compute the missing tokens that fit in `seconds`, but at least `_LEAST_CAUGHT_UP`."""
         start = self._rewound(state, request)
         if len(request.ids) - start <= _MOST_BEHIND:
@@ -230,7 +232,7 @@ class ModelDrafter:
         self._tokens_per_s += _NEWEST * ((end - start) / elapsed_s - self._tokens_per_s)
         self.chain.planner.prefill.note([(start, end)], elapsed_s)
 
-    def _compute(self, request: Request, state: _DraftState, start: int, end: int) -> None:
+    def _compute(self, request: Request, state: DraftState, start: int, end: int) -> None:
         """Compute tokens of a request, whose blocks are reserved, and wait for the result."""
         missing = request.ids[start:end]
         self._runner.run_pieces([SequencePiece(missing, start, state.table.blocks, 1)])

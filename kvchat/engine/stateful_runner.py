@@ -114,15 +114,17 @@ class StatefulRunner(Runner):
             start = stop
         return parts
 
-    def _run_group(self, group: Sequence[_Part]) -> Sequence[torch.Tensor]:
-        """Run parts of different requests in one step; return the rows of logits of each."""
-        pieces = [part.piece for part in group]
-
+    def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
         def forward() -> torch.Tensor:
             return self._stateful_model.forward_pieces(pieces, self._block_size)
 
         num_tokens = sum(len(piece.token_ids) for piece in pieces)
-        logits = forward() if self._threads is None else self._threads.run(num_tokens, forward)
+        return forward() if self._threads is None else self._threads.run(num_tokens, forward)
+
+    def _run_group(self, group: Sequence[_Part]) -> Sequence[torch.Tensor]:
+        """Run parts of different requests in one step; return the rows of logits of each."""
+        pieces = [part.piece for part in group]
+        logits = self._run_eagerly(pieces)
         for part in group:
             if part.is_cut:
                 self._cache.take_snapshot(part.table)
