@@ -16,17 +16,15 @@ from kvchat_kernels.cpu.object_cache import ObjectCache, object_cache
 from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.cpu.step import MANY_ROWS
 from kvchat_kernels.linear import cpu
+from kvchat_kernels.linear.block_order import GROUPS, alternating, in_order
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     FLOATS_OF_8_BITS,
-    GROUPS,
     PLANES,
     BlockWeights,
     Rounding,
-    alternating,
     dequantised,
     fits,
-    in_order,
     interleaved,
     quantised,
 )

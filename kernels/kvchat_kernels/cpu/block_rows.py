@@ -27,11 +27,11 @@ from kvchat_kernels.cpu.code import (
 )
 from kvchat_kernels.cpu.grid_levels import Records
 from kvchat_kernels.cpu.task import Memory, Task
+from kvchat_kernels.linear.block_order import GROUPS
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
     FLOATS_OF_8_BITS,
-    GROUPS,
     PLANES,
     STEP_COLUMNS,
     WORD,

@@ -4,12 +4,13 @@ The layouts of GGUF files' blocks fit it without a loss: a weight is `level * sc
 Levels of 2 to 8 bits lie in planes, which take as many bits together as a level has.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
+from kvchat_kernels.linear.block_order import GROUPS, alternating, in_order
 from kvchat_kernels.linear.grids import Grid, numbers_of, scales_of
 
 # Columns whose levels lie together.
@@ -24,8 +25,6 @@ CENTRE = 8
 STEP_COLUMNS = 256
 # Columns of a scale beside floats of 8 bits.
 FLOAT_COLUMNS = 128
-# How many blocks alternate in an interleaved row, and in what is left of it.
-GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of parts of 8 bits, or 2 of 16.
 WORD = 4
 # Powers of two, and floats of 4 bits of exponent, without signs.
@@ -391,41 +390,6 @@ def interleaved(weights: BlockWeights, rounding: Rounding | None = None) -> Bloc
     words = levels.view(kind).view(weights.num_out, weights.num_in // COLUMNS, -1)
     levels = alternating(words, 1).view(levels.dtype)
     return replace(weights, levels=levels, is_interleaved=True)
-
-
-def alternating(blocks: torch.Tensor, word: int) -> torch.Tensor:
-    """Return values [rows, blocks, n] as rows whose blocks alternate, [rows, blocks * n], copied.
-
-    `word` of a block's values stay together.
-    Activations beside weights of 4 bits lie so, the columns of low bits before those of high bits.
-    """
-    out = torch.empty_like(blocks).view(len(blocks), -1)
-    for start, size, count in _groups(blocks.shape[1]):
-        group = blocks[:, start : start + size * count].unflatten(1, (count, size))
-        words = group.unflatten(3, (-1, word)).transpose(2, 3)
-        first = start * blocks.shape[2]
-        out[:, first : first + words[0].numel()].unflatten(1, words.shape[1:]).copy_(words)
-    return out
-
-
-def in_order(rows: torch.Tensor, width: int, word: int) -> torch.Tensor:
-    """Return rows of alternating blocks as `alternating` took them, [rows, blocks, width]."""
-    out = rows.new_empty(len(rows), rows.shape[1] // width, width)
-    for start, size, count in _groups(out.shape[1]):
-        end = start + size * count
-        words = rows[:, start * width : end * width].unflatten(1, (count, -1, size, word))
-        out[:, start:end] = words.transpose(2, 3).flatten(3).flatten(1, 2)
-    return out
-
-
-def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of groups: the first block, the blocks of a group, and the number of groups."""
-    start = 0
-    for size in GROUPS:
-        count = (num_blocks - start) // size
-        if count:
-            yield start, size, count
-        start += size * count
 
 
 def with_planes_apart(weights: BlockWeights) -> BlockWeights:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Rounding, alternating, in_order
+from kvchat_kernels.linear.block_order import alternating, in_order
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Rounding
 
 # The least that a block's largest value counts as, as in the compiled code.
 _LEAST = 1e-30

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvchat_kernels.linear.block_order import in_order
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
     PLANES,
     STEP_COLUMNS,
     BlockWeights,
-    in_order,
 )
 from kvchat_kernels.linear.grids import numbers_of, scales_of
 

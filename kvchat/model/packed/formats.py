@@ -17,7 +17,6 @@ import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.packed import unpacking
-from kvchat.model.packed.unpacking import MakeBlocks
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, interleaved
 from kvchat_kernels.linear.cpu import rounding_beside
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
@@ -67,7 +66,7 @@ class PackedTensor:
     unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
     stored: StoredGroups | None = None
-    make_blocks: MakeBlocks | None = None
+    make_blocks: unpacking.MakeBlocks | None = None
     are_bytes: bool = False
 
     @property
@@ -214,7 +213,7 @@ class _Table:
         shape: tuple[int, ...],
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
         stored: StoredGroups | None = None,
-        make_blocks: MakeBlocks | None = None,
+        make_blocks: unpacking.MakeBlocks | None = None,
         are_bytes: bool = False,
     ) -> None:
         if name in self.tensors or name in self.found:
