@@ -126,10 +126,11 @@ def memory_of_gguf(
     _, config = class_and_config(meta.config)
     module, dtype = meta.module, meta.config.dtype
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    wanted = _wanted_in_blocks(module, _tied_head(module), dtype, blocks_on, read_elsewhere)
+    head = _tied_head(module)
+    wanted = _wanted_in_blocks(module, head, dtype, blocks_on, read_elsewhere)
     architecture = architecture_of(source.gguf, source.name)
     for_cpu = blocks_on is not None and blocks_on.type == "cpu"
-    return memory_bytes(source.gguf, architecture, config, shapes, dtype, wanted, for_cpu)
+    return memory_bytes(source.gguf, architecture, config, shapes, dtype, wanted, head, for_cpu)
 
 
 def _wanted_in_blocks(

@@ -213,12 +213,26 @@ def read_gguf_tensors(
             state[name] = tensor.to(dtype)
             done += sum(part.num_bytes for part in source.parts)
             tick(done / total)
+    for name, table in _again(gguf, sources, shapes, wanted, tied_head, config, for_cpu):
+        reader.keep_again(name, table)
+    return GgufTensors(state, reader.blocks, precise, reader.orders)
+
+
+def _again(
+    gguf: GgufModel,
+    sources: Mapping[str, _Source],
+    shapes: Mapping[str, torch.Size],
+    wanted: Collection[tuple[str, ...]],
+    tied_head: str | None,
+    config: Any,
+    for_cpu: bool,
+) -> list[tuple[str, GgufTensor]]:
+    """Return the head that multiplies with the blocks of the table of embeddings, if one does."""
     table = gguf.tensors.get("token_embd.weight")
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
-        return GgufTensors(state, reader.blocks, precise, reader.orders)
-    if _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu):
-        reader.keep_again(tied_head, table)
-    return GgufTensors(state, reader.blocks, precise, reader.orders)
+        return []
+    fits = _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu)
+    return [(tied_head, table)] if fits else []
 
 
 def memory_bytes(
@@ -228,6 +242,7 @@ def memory_bytes(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     wanted: Collection[tuple[str, ...]],
+    tied_head: str | None,
     for_cpu: bool,
 ) -> int:
     """Return the bytes of memory of what `read_gguf_tensors` returns, mapped tensors included."""
@@ -235,7 +250,12 @@ def memory_bytes(
     kept = _staying(sources, shapes, wanted, config, for_cpu)
     parts = [part for source in sources.values() for part in source.parts]
     mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
-    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped
+    known = {part.name for name in kept for part in sources[name].parts}
+    again = _again(gguf, sources, shapes, wanted, tied_head, config, for_cpu)
+    of_head = sum(
+        _held_bytes(table, None, config, for_cpu) for _, table in again if table.name not in known
+    )
+    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped + of_head
 
 
 def _is_small(name: str, shape: torch.Size) -> bool:

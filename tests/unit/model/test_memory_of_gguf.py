@@ -7,7 +7,9 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.tensors import memory_of_gguf, read_tensors
 from kvchat.model.gguf.tensors import bits_of_formats
+from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.loader import inspect_model, load_model, memory_of_weights
 from kvchat.model.packed.quantise import num_packed_bytes
 from support.checkpoints import tiny_model
@@ -32,6 +34,27 @@ def test_the_memory_told_is_the_memory_taken(kind: str, tmp_path: Path) -> None:
     assert told == pytest.approx(own + num_packed_bytes(module), rel=0.01)
     each = {"Q6_K": "Q6_K 6.562", "IQ2_XXS": "IQ2_XXS 2.062"}[kind]
     assert each in bits_of_formats(source.gguf)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_head_that_multiplies_with_the_tables_blocks_counts_once(
+    device: str, tmp_path: Path
+) -> None:
+    """On a GPU the table is there in 16 bits too: of SmolLM2 30 MB were not told."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, head_dim=64, tie_word_embeddings=True)
+    source = find_model(str(write_gguf(tmp_path / "m.gguf", model, lambda name: "Q4_1")))
+    config, _ = inspect_model(source)
+    meta, blocks_on = MetaModel(config), torch.device(device)
+
+    told = memory_of_gguf(source, meta, blocks_on, ())
+
+    read = read_tensors(source, meta, torch.bfloat16, lambda progress: None, blocks_on)
+    blocks = {id(block): block.num_bytes for parts in read.blocks.values() for block in parts}
+    floats = [tensor for name, tensor in read.tensors.items() if name not in read.blocks]
+    held = sum(tensor.nbytes for tensor in floats) + sum(blocks.values())
+    assert "lm_head.weight" in read.blocks
+    assert told == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell")
