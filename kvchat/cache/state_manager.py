@@ -117,6 +117,15 @@ class StateCacheManager(CacheManager):
         """Whether these blocks of a snapshot are all of it."""
         return len(blocks) == self.num_state_blocks
 
+    def reserve(self, table: BlockTable, start: int, end: int) -> bool:
+        """Without room for a sequence beside its snapshot, its state is loaded before its step."""
+        if super().reserve(table, start, end):
+            return True
+        if table.state is None or not table.state.blocks:
+            return False
+        self.state_of(table)
+        return super().reserve(table, start, end)
+
     def state_of(self, table: BlockTable) -> StateBuffer:
         """Return the running state of a table's sequence, loaded at the first call."""
         state = table.state

@@ -133,6 +133,19 @@ def test_a_snapshot_without_room_is_left_out() -> None:
     assert model.turn(range(11), []) == 0
 
 
+def test_a_context_may_take_the_blocks_of_the_snapshot_that_it_begins_at() -> None:
+    """The request held both until its first step, and failed: the cache had no room for it."""
+    model, ids = RecurrentModel(num_blocks=7), range(24)
+    model.turn(ids[:11], [])
+    table = model.manager.start(ids)
+    assert table.cached_len == 8
+
+    assert model.manager.has_room(table, len(ids), 0)
+    assert model.manager.reserve(table, 8, len(ids))
+    assert len(table.blocks) == 6
+    assert model.read_back(model.manager.state_of(table).data) == after(0, ids[:8])
+
+
 def test_an_evicted_part_of_a_snapshot_makes_it_a_miss_until_it_is_taken_again() -> None:
     model = RecurrentModel()
     model.turn(range(11), [])
