@@ -39,7 +39,7 @@ _NEWEST = 0.3
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's KV in the draft model's cache. Of recurrent layers `guessing` reads guesses.
+    """One request's KV in the draft model's cache. Of recurrent layers `guess_state` reads guesses.
 
     # [0, num_computed)            KV of the request's own ids
     # then len(tail) tokens        KV of drafts, valid as far as the request accepted them
@@ -49,7 +49,7 @@ class DraftState:
     num_computed: int
     tail: list[int] = field(default_factory=list)
     is_wanted: bool = False
-    guessing: StateBuffer | None = None
+    guess_state: StateBuffer | None = None
 
 
 class ModelDrafter:

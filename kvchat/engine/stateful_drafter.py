@@ -41,18 +41,18 @@ class StatefulDrafter(ModelDrafter):
             self._states[request].num_computed = len(request.ids)
             drafts[request].append(token)
 
-    def _piece(self, request: Request, state: DraftState, drafted: list[int]) -> SequencePiece:
+    def _piece(self, request: Request, state: DraftState, draft: list[int]) -> SequencePiece:
         """Return the missing tokens, or the newest guess."""
         blocks, running = state.table.blocks, self.cache.state_of(state.table)
-        if not drafted:
+        if not draft:
             missing = request.ids[state.num_computed :]
             return SequencePiece(missing, state.num_computed, blocks, 1, running)
-        if state.guessing is None:
-            state.guessing = running.copy()
-        elif len(drafted) == 1:
-            state.guessing.become(running)
-        start = len(request.ids) + len(drafted) - 1
-        return SequencePiece(drafted[-1:], start, blocks, 1, state.guessing)
+        if state.guess_state is None:
+            state.guess_state = running.copy()
+        elif len(draft) == 1:
+            state.guess_state.become(running)
+        start = len(request.ids) + len(draft) - 1
+        return SequencePiece(draft[-1:], start, blocks, 1, state.guess_state)
 
     def _compute(self, request: Request, state: DraftState, start: int, end: int) -> None:
         table = state.table

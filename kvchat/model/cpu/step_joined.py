@@ -56,11 +56,11 @@ class JoinedRows:
 
     def take(self, num_rows: int) -> None:
         """Write the hidden states of the next rows, or the streams that they are made of."""
-        taken = self._part.take(num_rows).float().numpy()
+        rows = self._part.take(num_rows).float().numpy()
         streams = self._streams
-        self.is_fused = streams is not None and taken.shape[1] == streams.shape[1]
+        self.is_fused = streams is not None and rows.shape[1] == streams.shape[1]
         out = self._stream if self._part.projection is None else self._hidden
-        (streams if streams is not None and self.is_fused else out).numpy()[:num_rows] = taken
+        (streams if streams is not None and self.is_fused else out).numpy()[:num_rows] = rows
 
     def prepare(self, units: Numbers) -> None:
         """Write the numbers of units, which are those of the rows so far, for such a step."""

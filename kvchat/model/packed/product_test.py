@@ -53,11 +53,11 @@ def _are_experts_off(packs: DeviceExpertPacks, num_rows: int, dtype: torch.dtype
     x = _rows(num_rows, gate_up[0], dtype)
     chosen = torch.arange(count, device=x.device).repeat(num_rows, 1)
     factors = torch.ones(chosen.shape, dtype=dtype, device=x.device)
-    found, expected = (
+    products, expected = (
         block_experts(x, chosen, factors, gate_up, down, _gated, impl=impl)
         for impl in ("auto", "reference")
     )
-    return _is_off(found, expected.float())
+    return _is_off(products, expected.float())
 
 
 def _gated(both: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -71,9 +71,9 @@ def _rows(num_rows: int, weights: BlockWeights, dtype: torch.dtype) -> torch.Ten
     return rows.to(weights.device, dtype)
 
 
-def _is_off(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _is_off(products: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether products differ more than rounding makes them, or are no numbers."""
-    return not bool((found.float() - expected).norm() <= _MOST_OFF * expected.norm())
+    return not bool((products.float() - expected).norm() <= _MOST_OFF * expected.norm())
 
 
 def _matrices(module: nn.Module) -> Iterator[BlockWeights]:
