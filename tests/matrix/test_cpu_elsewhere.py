@@ -115,11 +115,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "reading of 4 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", 4, False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", 4),
     ),
     "reading of 5 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", None, False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", None),
     ),
     "levels of AWQ": (
         group_levels.LevelsTask,
