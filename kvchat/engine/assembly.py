@@ -417,7 +417,7 @@ def build_speculating_engine(
         if draft_source is not None:
             draft = build.drafter(draft_source)
         elif speculation_config.mode == Mode.AUTO:
-            draft_source = build.found()
+            draft_source = build.own_source()
             draft = build.drafter(draft_source) if draft_source is not None else build.head()
     except Exception as error:  # without a draft model, the target can still answer
         of_what = "the draft model" if draft_source is not None else "its head for the next token"
@@ -489,7 +489,7 @@ class _DraftBuild:
         )
         return _Draft(drafter, target_config)
 
-    def found(self) -> ModelSource | None:
+    def own_source(self) -> ModelSource | None:
         """Return the drafter that the model has on this machine, None where it cannot draft."""
         return own_drafter(self.target.source) if self._where_none() is None else None
 

@@ -361,7 +361,9 @@ class Speculation:
         """Remove a drafter that raised `error`, and close it."""
         _log.error("the %s drafter failed", drafter.name, exc_info=error)
         self._drafters.remove(drafter)
-        self.failures[drafter.name] = error
+        self._readers = [each for each in self._readers if each is not drafter]
+        # Its traceback would hold the drafter, and so the memory of its model.
+        self.failures[drafter.name] = error.with_traceback(None)
         self.status_when_off = self.status()
         _close(drafter)
 

@@ -145,16 +145,16 @@ def test_a_drafter_that_was_found_is_named_and_may_fail(found: Path) -> None:
 
 
 def test_a_drafter_is_found_only_where_it_can_draft(found: Path) -> None:
-    """Each start on a GPU or on the gathered path told of a drafter that nobody had asked for."""
+    """On a GPU or on the gathered path each start named a drafter that could not draft."""
     assembled = build(found, None)
     assembled.engine.close()
     here = assembled.loaded
     settings = ModelConfig(), CacheConfig(), EngineConfig(), NO_MEMORY
     gathered = replace(here.spec, gathered=Gathered("is a trial", (), 0))
     elsewhere = replace(here, device=torch.device("cuda")), replace(here, spec=gathered)
-    assert _DraftBuild(here, *settings).found() is not None
+    assert _DraftBuild(here, *settings).own_source() is not None
     for target in elsewhere:
-        assert _DraftBuild(target, *settings).found() is None
+        assert _DraftBuild(target, *settings).own_source() is None
 
 
 @pytest.mark.parametrize("read", [inspect_model, read_chat_model])

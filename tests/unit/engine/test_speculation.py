@@ -1,11 +1,15 @@
 """Speculation changes the speed of a text and nothing else, whatever is drafted."""
 
+import gc
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
 import pytest
+import torch
 
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason, SamplingParams
@@ -13,7 +17,7 @@ from kvchat.engine import draft_policy, drafters, ngram, speculation
 from kvchat.engine.draft_policy import DraftPolicy
 from kvchat.engine.drafters import Drafter, DraftOrder
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.request import RequestSpec
+from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation, accepted_len
 from support.engine_harness import EngineHarness
 from support.fixed_drafts import FixedDraftPolicy
@@ -255,6 +259,28 @@ def test_a_drafter_that_fails_is_asked_no_more(method: str, num_good: int) -> No
     engine.engine.close()
 
     engine.assert_complete(number)
+
+
+class _Reading(FailingDrafter):
+    def read_hidden(self, request: Request, rows: torch.Tensor) -> None:
+        """Take nothing: it is asked whether it reads hidden states."""
+
+
+def test_a_drafter_that_failed_gives_its_memory_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The list of readers, and the traceback of its failure, held a draft model until the end."""
+    caplog.set_level(logging.CRITICAL)  # a record of the failure would hold it too
+    drafter = _Reading("propose", 1)
+    seen = weakref.ref(drafter)
+    engine = EngineHarness(speculation=speculating(drafter))
+    del drafter
+    number = engine.submit(RequestSpec((1, 2, 3), SAMPLED, max_tokens=40))
+    assert seen() is not None
+
+    engine.run()
+
+    engine.assert_complete(number)
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
