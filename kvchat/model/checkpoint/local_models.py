@@ -52,23 +52,25 @@ def local_models(
     """
     used = used or {}
     size = sum(path.stat().st_size for path in demo_directory().iterdir() if path.is_file())
-    found = [model for name, places in cached_models() for model in _of_hub(name, places)]
+    found = _once_each(_of_files(used, directories), used)
     found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
-    found += _once_each(_of_files(used, directories), used)
     found.sort(key=lambda model: model.name.lower())
     weights = format_of_directory(demo_directory())
     found = [LocalModel(DEMO, size, "shipped with kvchat", weights=weights), *found]
     found = [
-        replace(model, used_s=used[model.name].used_s) if model.name in used else model
+        replace(model, used_s=max(model.used_s, used[model.name].used_s))
+        if model.name in used
+        else model
         for model in found
     ]
     return sorted(found, key=lambda model: -model.used_s)
 
 
-def _once_each(models: list[LocalModel], used: Mapping[str, UsedModel]) -> list[LocalModel]:
-    """Return the models of files once each, whatever links lead to them.
+def _once_each(files: list[LocalModel], used: Mapping[str, UsedModel]) -> list[LocalModel]:
+    """Return the models of files and of the hub's cache once each, whatever links lead to them.
 
-    Of several names that stands which was used last, else the file's own.
+    One in the cache has its name there. Of several other names that stands which was used last,
+    else the file's own.
     """
 
     def rank(model: LocalModel) -> tuple[float, bool]:
@@ -76,8 +78,23 @@ def _once_each(models: list[LocalModel], used: Mapping[str, UsedModel]) -> list[
         is_own = model.name == os.path.realpath(model.name)
         return known.used_s if known is not None else 0.0, is_own
 
-    by_file = {os.path.realpath(model.name): model for model in sorted(models, key=rank)}
-    return list(by_file.values())
+    by_file = {_identity(model.name): model for model in sorted(files, key=rank)}
+    in_hub = []
+    for name, places in cached_models():
+        for model, paths in _of_hub(name, places):
+            linked = [by_file.pop(identity, model) for identity in map(_identity, paths)]
+            used_s = max(rank(each)[0] for each in (model, *linked))
+            in_hub.append(replace(model, used_s=used_s))
+    return [*in_hub, *by_file.values()]
+
+
+def _identity(path: str) -> object:
+    """Return what all names of a file or a directory have in common."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
 
 
 def _of_files(
@@ -162,21 +179,20 @@ def _by_short_name(paths: list[str], used_s: Mapping[str, float]) -> dict[str, s
     return {os.path.basename(path).removesuffix(".gguf"): path for path in in_order}
 
 
-def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
-    """Return a repository's model, or one for each GGUF model in it."""
+def _of_hub(name: str, places: list[Path]) -> Iterator[tuple[LocalModel, list[str]]]:
+    """Yield a repository's model, or one for each GGUF model in it, with its paths there."""
     files = file_sizes(places)
     sizes = model_sizes({name: size for name, size in files.items() if name.endswith(".gguf")})
-    if sizes:
-        return [
-            LocalModel(
-                f"{name}:{label(file)}", size, "Hugging Face cache", weights=format_in(file).upper()
-            )
-            for file, size in sizes.items()
-        ]
-    has_weights = any(file.endswith(".safetensors") for file in files)
-    trouble = "" if has_weights else "no safetensors weights"
-    weights = format_of_directory(places[0])
-    return [LocalModel(name, sum(files.values()), _HUB, trouble, weights=weights)]
+    for file, size in sizes.items():
+        weights = format_in(file).upper()
+        paths = [os.path.join(place, file) for place in places]
+        yield LocalModel(f"{name}:{label(file)}", size, _HUB, weights=weights), paths
+    if not sizes:
+        has_weights = any(file.endswith(".safetensors") for file in files)
+        trouble = "" if has_weights else "no safetensors weights"
+        weights = format_of_directory(places[0])
+        model = LocalModel(name, sum(files.values()), _HUB, trouble, weights=weights)
+        yield model, list(map(str, places))
 
 
 def model_lines(

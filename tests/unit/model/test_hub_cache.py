@@ -10,6 +10,7 @@ import pytest
 from kvchat.core.errors import ModelError
 from kvchat.model.checkpoint.local_models import local_models
 from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.used_models import UsedModel
 
 WHOLE, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
@@ -86,3 +87,18 @@ def test_a_repository_without_a_whole_snapshot_is_not_here(repository: Path) -> 
 
     with pytest.raises(ModelError, match="is not on this machine and the hub cannot be reached"):
         find_model("org/m")
+
+
+def test_a_link_into_the_cache_is_no_second_model(repository: Path, tmp_path: Path) -> None:
+    """A file behind two links, its own name's and the cache's, was listed with both names."""
+    snapshot, blob, own = repository / "snapshots" / WHOLE, tmp_path / "blob", tmp_path / "models"
+    blob.write_bytes(b"GGUF")
+    (snapshot / "m-Q8_0.gguf").symlink_to(blob)
+    own.mkdir()
+    (own / "link.gguf").symlink_to(snapshot / "m-Q8_0.gguf")
+    (own / "other.gguf").hardlink_to(blob)
+    used = {str(own / "link.gguf"): UsedModel("digest", 4, 7.0)}
+
+    listed = [(model.name, model.used_s) for model in local_models(used, [own])]
+
+    assert [each for each in listed if each[0] != "demo"] == [("org/m:Q8_0", 7.0)]
