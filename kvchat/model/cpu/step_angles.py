@@ -20,6 +20,8 @@ class Angles:
         self._sign = -1.0 if decoder.turns_back else 1.0
         self._come_once = decoder.has_half_angles
         self._rotary, self._kinds = decoder.rotary, () if kind is None else (kind,)
+        # It has positions in a grid for images: transformers 5.17 takes no others for text either.
+        self._has_grid = hasattr(self._rotary, "mrope_section")
         self._like = torch.zeros(1, dtype=torch.float32)
         self._table = self._made(torch.arange(self._FIRST))
         self.half = self._table[0].shape[1]
@@ -37,7 +39,11 @@ class Angles:
             values.take(rows, 0, out[: len(rows)], "clip")  # the only mode that needs no copy
 
     def _made(self, positions: torch.Tensor) -> tuple[Table, Table]:
-        made = self._rotary(self._like, positions[None], *self._kinds)
+        given = positions[None, None] if self._has_grid else positions[None]
+        try:
+            made = self._rotary(self._like, given, *self._kinds)
+        except Exception as error:  # a model's own code raises any type
+            raise Unfit("makes no angles of positions alone") from error
         if isinstance(made, torch.Tensor) and made.is_complex():  # DeepSeek V2's
             return made[0].real.numpy().copy(), (made[0].imag * self._sign).numpy()
         if not (isinstance(made, tuple) and len(made) == 2):
