@@ -24,9 +24,6 @@ from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, Thinning
 from kvchat.engine.runner import Runner
 from kvchat.model.batch import SequencePiece
-from kvchat_kernels.attention_scores import attention_scores
-from kvchat_kernels.kv_layer import KvLayer
-from kvchat_kernels.paged_attention import PagedSequences, Scoring, Sequences
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +128,8 @@ class KvThinner:
         return stays
 
     def _attended(self, request: Request, start: int) -> torch.Tensor:
-        """Return how much the rows from `start` on attend to each slot, [num_slots] float32.
+        """Return how much the rows from `start` on attend to each slot and its neighbours,
+        [num_slots] float32.
 
         Their KV is there: the pass over them only reads.
         """
@@ -140,9 +138,11 @@ class KvThinner:
         piece = SequencePiece(
             request.ids[start:end], start, table.blocks, 1, table_positions=table.positions
         )
-        scores = _Scores(self._cache.block_size, piece.num_slots)
-        self._runner.observe(piece, scores.add, writes=False)
-        return scores.total()
+        scores = self._runner.new_scores(piece.num_slots)
+        self._runner.score(piece, scores, writes=False)
+        pool = torch.nn.functional.avg_pool1d
+        total = scores.sums.mean(dim=0)[None]
+        return pool(total, _POOLED, 1, _POOLED // 2, count_include_pad=False)[0]
 
     def _replace(self, request: Request, slots: Sequence[int], method: str, name: str = "") -> bool:
         """Let a request go on over some slots of its table; false if there is no room."""
@@ -189,56 +189,18 @@ class KvThinner:
     def _repeated(
         self, table: BlockTable, num_tokens: int, part: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return how much each of the first `num_tokens` slots is attended to, at the most, by the
-        rows of `part`, which follow a context; None if they have no room.
+        """Return how much each of the first `num_tokens` slots, or a neighbour, is attended to, at
+        the most, by the rows of `part`, which follow a context; None if they have no room.
         """
         own, end = self._cache.fork(table, num_tokens), num_tokens + len(part)
-        scores = _Scores(self._cache.block_size, num_tokens)
+        scores = self._runner.new_scores(num_tokens)
         try:
             if not self._cache.reserve(own, num_tokens, end):
                 return None
             for start in range(num_tokens, end, _STEP_ROWS):
                 rows = part[start - num_tokens : start - num_tokens + _STEP_ROWS]
-                self._runner.observe(
-                    SequencePiece(rows, start, own.blocks, 1), scores.add, writes=True
-                )
-            return scores.highest()
+                self._runner.score(SequencePiece(rows, start, own.blocks, 1), scores, writes=True)
+            highest = scores.highest.mean(dim=0)[None]
+            return torch.nn.functional.max_pool1d(highest, _POOLED, 1, _POOLED // 2)[0]
         finally:
             self._cache.release(own, [])
-
-
-class _Scores:
-    """The attention that the first `num_slots` slots of one sequence get, by layer."""
-
-    def __init__(self, block_size: int, num_slots: int) -> None:
-        self._block_size = block_size
-        self._num_slots = num_slots
-        self._totals: dict[int, torch.Tensor] = {}
-        self._highest: dict[int, torch.Tensor] = {}
-
-    def add(self, kv: KvLayer, query: torch.Tensor, sequences: Sequences, scoring: Scoring) -> None:
-        """Observe attention over the KV of a layer."""
-        assert isinstance(sequences, PagedSequences)
-        blocks = sequences.blocks_of(0, 0).long()
-        slots = blocks[:, None] * self._block_size
-        slots = slots + torch.arange(self._block_size, device=blocks.device)
-        keys = kv.keys_of(slots.flatten()[: sequences.context_lens[0]])
-        scores = attention_scores(query, keys, sequences, scoring)
-        total, highest = (each[:, : self._num_slots].cpu() for each in scores)
-        layer = id(kv)
-        self._totals[layer] = total + self._totals.get(layer, 0.0)
-        before = self._highest.get(layer, highest)
-        self._highest[layer] = torch.maximum(highest, before)
-
-    def total(self) -> torch.Tensor:
-        """Return the weights that each slot and its neighbours get, [num_slots] float32."""
-        total = torch.stack(list(self._totals.values())).mean(dim=(0, 1))
-        pool = torch.nn.functional.avg_pool1d
-        return pool(total[None], _POOLED, 1, _POOLED // 2, count_include_pad=False)[0]
-
-    def highest(self) -> torch.Tensor:
-        """Return the largest weight that each slot or a neighbour gets, the mean over layers and
-        heads, [num_slots] float32.
-        """
-        highest = torch.stack(list(self._highest.values())).mean(dim=(0, 1))
-        return torch.nn.functional.max_pool1d(highest[None], _POOLED, 1, _POOLED // 2)[0]

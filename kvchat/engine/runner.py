@@ -35,8 +35,8 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.hidden_rows import collecting
 from kvchat.model.last_hidden import LastHidden
-from kvchat.model.observed_kv import Observer, observing
 from kvchat.model.paged_model import PagedModel
+from kvchat.model.slot_scores import SlotScores, score_slots
 from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw
 
@@ -93,7 +93,7 @@ class Runner:
 
     @property
     def can_observe(self) -> bool:
-        """Whether `observe` works: not on the gathered path, nor with recurrent state."""
+        """Whether `score` works: not on the gathered path, nor with recurrent state."""
         spec = self._model.loaded.spec
         return spec.gathered is None and not spec.state
 
@@ -219,13 +219,18 @@ class Runner:
             return self._model.forward(batch)
         return self._threads.run(batch.token_ids.shape[0], partial(self._model.forward, batch))
 
-    def observe(self, piece: SequencePiece, observer: Observer, writes: bool) -> None:
-        """Compute a piece by the model's modules, with an observer of its attention: `observing`.
+    def new_scores(self, num_slots: int) -> SlotScores:
+        """Return the scores of so many slots, of no rows yet."""
+        return SlotScores(self._model.loaded.spec, num_slots)
 
-        With `writes` false the KV of its tokens must be there, and stays as it is.
-        """
-        with observing(self._model, observer, writes):
-            self._run_eagerly([piece])
+    def score(self, piece: SequencePiece, scores: SlotScores, writes: bool) -> None:
+        """Compute a piece, and add how much it attends to each slot: `score_slots`."""
+        batch = build_batch([piece], self._block_size, self._device, self._window_blocks)
+        compute = partial(score_slots, self._model, batch, scores, writes=writes)
+        if self._threads is None:
+            compute()
+        else:
+            self._threads.run(batch.token_ids.shape[0], compute)
 
     def hidden(self, piece: SequencePiece) -> torch.Tensor:
         """Compute a piece by the model's modules; return the hidden states behind the last norm of

@@ -1,7 +1,7 @@
 """PagedModel: a loaded module bound to KV pools. It turns a ForwardBatch into logits."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
+from kvchat.model.cpu.compiled_step import CompiledStep
 from kvchat.model.hf.gathered import GatheredSteps
 from kvchat.model.hf.module_adapter import (
     OWN_ATTENTION,
@@ -63,6 +64,7 @@ class PagedModel:
         else:
             self._bind(layers, windowed)
         self._storage = layers, windowed
+        self._scoring: CompiledStep | None = None
         compiled = loaded.compiled
         self.compiled = None if compiled is None else compiled.step_over(layers, windowed)
         _disable_padding_check(self._module)
@@ -92,6 +94,17 @@ class PagedModel:
         if self.compiled is not None and self.loaded.compiled is not None and before:
             self.compiled = self.loaded.compiled.step_over(*self._storage, before)
         self.collect_hidden(is_on=True)
+
+    def scoring_step(self, first_heads: Mapping[str, int]) -> CompiledStep | None:
+        """Return the compiled step that scores slots of these layers, compiled at the first call;
+        None where no steps are compiled.
+        """
+        if self.compiled is None or self.loaded.compiled is None:
+            return None
+        if self._scoring is None:
+            step_over = self.loaded.compiled.step_over
+            self._scoring = step_over(*self._storage, first_heads=first_heads)
+        return self._scoring
 
     def collect_hidden(self, *, is_on: bool) -> None:
         """Collect hidden states from now on, or none; after `keep_hidden`."""

@@ -11,8 +11,8 @@ import torch
 
 from kvchat_kernels.cpu import (
     activation_rounding,
-    attention,
     attention_kernels,
+    attention_task,
     block_products,
     block_reading,
     block_rounding,
@@ -41,8 +41,8 @@ LOOKED_UP = Layout(4, 32, torch.float16, False, True, codes=tuple(range(-8, 8)))
 POINTS = replace(BYTES, grid=Grid("points", (1, 3, 5, 7), tuple(range(256)), 8, Signs.EVEN))
 HALVES = replace(PLANES, rounding=Rounding.HALVES)
 COARSE = replace(PLANES, rounding=Rounding.COARSE)
-FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
-EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
+FORM = attention_task.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
+EIGHT, FOUR = (attention_task.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
 HEADS, HEADS_OF_FOUR = (
     rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, code) for code in (INT8, INT4)
 )
@@ -50,16 +50,20 @@ FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     "attention": (
-        attention.AttentionTask,
-        lambda code: attention_kernels.write_part(code, FORM, False),
+        attention_task.AttentionTask,
+        lambda code: attention_kernels.part_of(code, FORM, False).write(),
+    ),
+    "scores of slots": (
+        attention_task.SlotScoresTask,
+        lambda code: attention_kernels.part_of(code, FORM, False).write_slot_scores(),
     ),
     "attention over 8 bits": (
-        attention.AttentionTask,
-        lambda code: attention_kernels.write_part(code, EIGHT, False),
+        attention_task.AttentionTask,
+        lambda code: attention_kernels.part_of(code, EIGHT, False).write(),
     ),
     "attention over 4 bits": (
-        attention.AttentionTask,
-        lambda code: attention_kernels.write_part(code, FOUR, False),
+        attention_task.AttentionTask,
+        lambda code: attention_kernels.part_of(code, FOUR, False).write(),
     ),
     "KV of 4 bits": (
         rotation.RotationTask,

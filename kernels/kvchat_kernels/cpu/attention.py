@@ -15,17 +15,22 @@ Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from enum import auto
 from itertools import product
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.attention_reading import WORD_BYTES, HeadNumbers, load_words, words_of
+from kvchat_kernels.cpu.attention_reading import WORD_BYTES, load_words, words_of
+from kvchat_kernels.cpu.attention_task import (
+    JOB_ROWS,
+    PART,
+    AttentionForm,
+    Job,
+    Record,
+    ScoresRecord,
+)
 from kvchat_kernels.cpu.bfloat_pairs import (
     PAIR_LANES,
     add_products,
-    are_pairs_multiplied,
     in_order,
     interleaved,
     load_pairs,
@@ -33,16 +38,10 @@ from kvchat_kernels.cpu.bfloat_pairs import (
     store_halves,
 )
 from kvchat_kernels.cpu.code import F32, I32, I64, LANES, Code, Value
-from kvchat_kernels.cpu.features import has_512_bits
-from kvchat_kernels.cpu.maths import Stored, exp, tanh
-from kvchat_kernels.cpu.task import Memory, Place, Task
-from kvchat_kernels.kv_code import KvCode
+from kvchat_kernels.cpu.maths import exp, tanh
 
-# Slots of a part, and of a tile of K whose words are transposed at once.
-PART = 256
+# Slots of a tile of K, whose words are transposed at once.
 _TILE = 32
-# Rows of a job, for whose scores there is room on a thread's stack.
-JOB_ROWS = 16
 # Pairs of a row and a query head that share one reading of a tile, and how many vectors of a value
 # are added to at once, by the number of pairs: sums stay in 16 registers beside what they read.
 _FEW = (4, 3, 2, 1)
@@ -53,115 +52,6 @@ _WIDE_FEW, _MOST_HEADS = {1: (8, 4, 2, 1), 2: (8, 4, 2), 3: (12, 3)}, 12
 _WIDE_VALUE_VECTORS = {1: 8, 2: 4, 3: 4, 4: 4}
 _CACHE_LINE = 64
 HIDDEN = -1e30
-
-
-class Job(Place):
-    """A part of a context: 64-bit numbers.
-
-    ROW, NUM_ROWS   the sequence's rows of the step
-    START           a multiple of PART, at most PART slots before END
-    FIRST, END      the slots that any of the rows sees of the part, none of them empty
-    TABLE           address of the sequence's block table, int32
-    RESULT          number of the first row's result of this part; the other rows' follow
-    """
-
-    ROW = auto()
-    NUM_ROWS = auto()
-    START = auto()
-    FIRST = auto()
-    END = auto()
-    TABLE = auto()
-    RESULT = auto()
-
-
-class Record(Place):
-    """What layers that see the same slots have in common: addresses, renewed for every step.
-
-    JOBS              [jobs, numbers of a Job] int64
-    FIRST, END        [rows] int64: each row sees slots FIRST to END - 1, but for empty ones
-    RESULTS           [rows] int64: number of a row's first result
-    STRIDES, COUNTS   [rows] int64: how far apart a row's results are, and how many they are
-    SUMS, STATS       float32 [results, heads, value dim] and [results, heads, 2]
-    """
-
-    JOBS = auto()
-    FIRST = auto()
-    END = auto()
-    RESULTS = auto()
-    STRIDES = auto()
-    COUNTS = auto()
-    SUMS = auto()
-    STATS = auto()
-
-
-class AttentionTask(Task):
-    """The task of both kernels.
-
-    record         the numbers of a Record, int64
-    query          float32 [rows, heads, key dim] with `query_stride` bytes to a row
-    keys, values   the pools, [slots, KV heads, dim]
-    scale          what scores are multiplied with
-    softcap        where the form has one
-    sinks          float32 [heads], where the form has them
-    out            float32 [rows, heads, value dim]
-    key_scales, value_scales
-                   bfloat16 [slots, KV heads, dim / group], where the pools have a code
-    """
-
-    record: Memory
-    query: Memory
-    query_stride: int
-    keys: Memory
-    values: Memory
-    scale: float
-    softcap: float = 0.0
-    sinks: Memory | None = None
-    out: Memory
-    key_scales: Memory | None = None
-    value_scales: Memory | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """What code is made for. `block_size` is a power of two, dims are multiples of 8.
-
-    Pools hold floats, as `stored`, or numbers of a code, whose groups are powers of two from 8 on.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-    stored: Stored | KvCode
-    has_softcap: bool = False
-    has_sinks: bool = False
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether queries and weights are rounded to bfloat16, and multiplied two at a time with
-        the pools' numbers. Sums are float32.
-        """
-        has_runs = self.key_dim % PAIR_LANES == self.value_dim % (2 * PAIR_LANES) == 0
-        return self.stored is Stored.BFLOAT and has_runs and are_pairs_multiplied()
-
-    @property
-    def in_bytes(self) -> bool:
-        """Whether queries and weights are rounded to 16 bits, and multiplied with the pools' whole
-        numbers of 8 or 4 bits: keys as bytes, values as 16 bits.
-        """
-        return has_512_bits() and all(numbers.has_bytes for numbers in self.numbers)
-
-    @property
-    def numbers(self) -> tuple[HeadNumbers, HeadNumbers]:
-        """How keys and values lie in their pools."""
-        own = self.stored
-        keys, values = (own.keys, own.values) if isinstance(own, KvCode) else (own, own)
-        return HeadNumbers(keys, self.key_dim), HeadNumbers(values, self.value_dim)
 
 
 class Part:
@@ -194,15 +84,55 @@ class Part:
         return self._code.load(self._job, 8 * place, I64)
 
     def write(self) -> None:
+        self._write_all_scores()
+        with self._code.loop(0, self._num_pairs) as pair:
+            self._write_weights(pair)
+        self._write_all_sums()
+
+    def write_slot_scores(self) -> None:
+        """Add to the scores of the part's slots; the task is a SlotScoresTask."""
+        code, kind = self._code, ir.VectorType(F32, self._lanes)
+        self._write_all_scores()
+        sums, highest = (code.room(PART * 4) - self._start * 4 for _ in range(2))
+        first = self._first - self._first % self._lanes
+        with code.loop(first, self._end, self._lanes) as slot:
+            for room in (sums, highest):
+                code.store(code.floats(0.0, self._lanes), room, slot * 4)
+        with code.loop(0, self._num_pairs) as pair:
+            row, head = self._row_of(pair)
+            at = code.task.totals + (row * self._form.num_heads + head) * 8
+            most, inverse = (code.spread(code.load(at, i, F32), self._lanes) for i in (0, 4))
+            scores, seen = self._scores_of(pair) - self._start * 4, self._seen(pair)
+            with code.loop(first, self._end, self._lanes) as slot:
+                score = self._bounded(code.load(scores, slot * 4, kind), slot, *seen)
+                weight = exp(code, score - most) * inverse
+                code.store(code.load(sums, slot * 4, kind) + weight, sums, slot * 4)
+                best = code.greatest(code.load(highest, slot * 4, kind), weight)
+                code.store(best, highest, slot * 4)
+        self._add_slot_scores(sums, highest)
+
+    def _add_slot_scores(self, sums: Value, highest: Value) -> None:
+        """Add those of a part. No other part, head or run of rows writes to the same place."""
+        code, share = self._code, 1.0 / self._form.group
+        to_sums, to_highest, num_heads, num_slots = (
+            code.load(code.task.slot_scores, 8 * place, I64) for place in ScoresRecord
+        )
+        run = self._of_job(Job.ROW) // JOB_ROWS
+        start = (run * num_heads + code.task.first_head + self._head) * num_slots
+        with code.loop(self._first, code.least(self._end, num_slots)) as slot:
+            at = (start + slot) * 4
+            total = code.load(to_sums, at, F32) + code.load(sums, slot * 4, F32) * share
+            code.store(total, to_sums, at)
+            most = code.greatest(code.load(to_highest, at, F32), code.load(highest, slot * 4, F32))
+            code.store(most, to_highest, at)
+
+    def _write_all_scores(self) -> None:
         self._write_queries()
         # Tiles begin at multiples of _TILE, which keeps every row's order of additions the same.
         tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
         with tiles as tile:
             self._write_key_words(tile)
             self._each_few(lambda pairs: self._write_scores(pairs, tile))
-        with self._code.loop(0, self._num_pairs) as pair:
-            self._write_weights(pair)
-        self._write_all_sums()
 
     def _each_few(self, write: Callable[[Sequence[Value]], None]) -> None:
         """Write loops over the pairs of a row and a query head, a few at a time."""

@@ -11,8 +11,9 @@ are multiplied with, so many times, is taken away again.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvchat_kernels.cpu.attention import JOB_ROWS, PART, AttentionForm, Part, Record
+from kvchat_kernels.cpu.attention import Part
 from kvchat_kernels.cpu.attention_reading import WORD_BYTES
+from kvchat_kernels.cpu.attention_task import JOB_ROWS, PART, AttentionForm, Record
 from kvchat_kernels.cpu.byte_products import (
     FLOATS,
     MOST_IN_BYTES,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.attention_kernels import attention_kernel, joining_kernel
+from kvchat_kernels.cpu.attention_task import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.block_reading import ReadingTask, block_reading_kernel
 from kvchat_kernels.cpu.block_rounding import WeightRoundingTask, weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import UnpackingTask, unpacking_kernel

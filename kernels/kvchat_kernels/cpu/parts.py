@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from kvchat_kernels.cpu.attention import JOB_ROWS, PART, Job, Record
+from kvchat_kernels.cpu.attention_task import JOB_ROWS, PART, Job, Record
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
 from kvchat_kernels.slot_positions import EMPTY

@@ -7,9 +7,10 @@ in 16 bits. That both compute the same model is for the self-test to show.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.decoder.recurrent import Mamba, SelectiveScan
 from kvchat.model.packed.experts import lay_by_rows
 from kvchat.model.spec import ModelSpec
+from kvchat_kernels.cpu.attention_task import JOB_ROWS
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header, set_num_rows
 from kvchat_kernels.cpu_products import is_fast_by_torch
 from kvchat_kernels.kv_layer import KvLayer
@@ -54,6 +56,8 @@ _ALL_ROWS = 1 << 30
 # model 128 sequences that share 32,768 positions would have 256 MiB, and a layer's attention, in
 # which nothing asks for a stop, would be as much longer. No group is smaller than FEW_ROWS for it.
 _RESULT_BYTES = 1 << 26
+# Rows of a group whose attention scores slots: each 16 have scores of their own.
+_SCORED_ROWS = 128
 
 
 class CompiledStep:
@@ -67,13 +71,15 @@ class CompiledStep:
         pools: Sequence[CompiledKv],
         windowed: frozenset[int] = frozenset(),
         watched: tuple[int, ...] = (),
+        first_heads: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Compile what is needed, 0.1 s to 15 s. Raises Unfit, or what llvmlite raises.
 
-        `windowed` are the pools of window blocks, `watched` as of StepProgram.
+        `windowed` are the pools of window blocks, `watched` and `first_heads` as of StepProgram. A
+        step with `first_heads` is for `score` alone.
         """
         self._decoder = decoder
-        self._parts = StepProgram(decoder, pools, windowed, watched)
+        self._parts = StepProgram(decoder, pools, windowed, watched, first_heads)
         self._parts.program.prepare()
         self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
@@ -140,6 +146,22 @@ class CompiledStep:
             part, of_part = _part(batch, states, start, min(start + size, num_rows))
             rows.append(self._run(part, of_part, [0] * len(of_part), check))
         return torch.cat(rows)
+
+    def score(self, batch: ForwardBatch, sums: torch.Tensor, highest: torch.Tensor) -> None:
+        """Run the rows of one sequence, and add how much they attend to each of its first slots.
+
+        sums, highest   as SlotScores has them
+        """
+        num_rows = batch.token_ids.shape[0]
+        assert isinstance(batch.sequences, PagedSequences)
+        size = min(_SCORED_ROWS, self._rows_of_group(max(batch.sequences.context_lens)))
+        runs = sums.new_zeros(2, -(-size // JOB_ROWS), *sums.shape)
+        self._parts.scores.record[:] = *(part.data_ptr() for part in runs), *sums.shape
+        for start in range(0, num_rows, size):
+            part, _ = _part(batch, (), start, min(start + size, num_rows))
+            self._run(part, (), (), None)
+        sums += runs[0].sum(dim=0)
+        torch.maximum(highest, runs[1].amax(dim=0), out=highest)
 
     def _rows_of_group(self, context_len: int) -> int:
         """Return the most rows of a group of which none sees more slots than this."""
@@ -349,8 +371,9 @@ class CompiledModel:
         pools: Sequence[KvLayer],
         windowed: frozenset[int] = frozenset(),
         watched: tuple[int, ...] = (),
+        first_heads: Mapping[str, int] = MappingProxyType({}),
     ) -> CompiledStep | None:
-        """Return the compiled step over these pools, of which some have window blocks.
+        """Return the compiled step over these pools, as of CompiledStep.
 
         If there is none, the reason is logged, and all steps are left to the modules.
         """
@@ -362,7 +385,7 @@ class CompiledModel:
             self.abandon()
             return None
         try:
-            return CompiledStep(self._decoder, layers, windowed, watched)
+            return CompiledStep(self._decoder, layers, windowed, watched, first_heads)
         except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
             _log.info("no compiled step: it %s", error)
             self.abandon()

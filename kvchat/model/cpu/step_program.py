@@ -5,8 +5,9 @@ output, norm, gate and up, activation, down. Block weights are multiplied with r
 rounding is an operation more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvchat.model.cpu.step_operations import (
     floats,
 )
 from kvchat.model.cpu.step_recurrent import RecurrentLayers
+from kvchat.model.cpu.step_scores import StepScores
 from kvchat.model.decoder.decoder import (
     Ahead,
     BesideMlp,
@@ -38,7 +40,7 @@ from kvchat.model.decoder.matrices import Matrix, Norm
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention_kernels, gates, norms, rotation
-from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
+from kvchat_kernels.cpu.attention_task import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.code import Kernel
 from kvchat_kernels.cpu.gates import HeadsTask
 from kvchat_kernels.cpu.maths import Stored, stored_as
@@ -127,6 +129,7 @@ class StepProgram:
     sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
     guess_bytes          what the inputs of a guess take that layers with a state keep
     reading              the program that lets the first sequence's state read right guesses
+    scores               what scores slots
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 
@@ -136,11 +139,13 @@ class StepProgram:
         pools: Sequence[CompiledKv],
         windowed: frozenset[int] = frozenset(),
         watched: tuple[int, ...] = (),
+        first_heads: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Begin to compile what is needed. Raises Unfit, or what llvmlite raises.
 
         `windowed` are the pools of window blocks. Of the layers `watched` the streams before them
-        are copied; the number of all layers stands for the end of the last.
+        are copied; the number of all layers stands for the end of the last. `first_heads` are the
+        layers whose slots are scored, as of StepScores.
         """
         self._decoder = decoder
         self._watched = watched
@@ -151,6 +156,7 @@ class StepProgram:
         table: Any = decoder.embedding.weight
         self._dtype: torch.dtype = table.dtype
         self._operations = StepOperations()
+        self.scores = StepScores(self._operations, first_heads)
         self._of_parts: dict[PartsKind, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
         self.joined: JoinedRows | None = None
@@ -438,6 +444,9 @@ class StepProgram:
         self._of_parts.setdefault(kind, []).append(len(self._operations.all))
         self._operations.add(attention_kernels.attention_kernel(form), task, 0)
         self._operations.add(attention_kernels.joining_kernel(form), task, None)
+        scoring = self.scores.add(spec.module_name, form, task)
+        if scoring is not None:
+            self._of_parts[kind].append(scoring)
         if both is not None:
             self._add_heads(gates.heads_kernel(is_gate=True), spec, both, attended.floats)
         self._operations.products((layer.out,), attended, attended.floats, out)
