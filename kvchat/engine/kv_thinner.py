@@ -140,9 +140,7 @@ class KvThinner:
         )
         scores = self._runner.new_scores(piece.num_slots)
         self._runner.score(piece, scores, writes=False)
-        pool = torch.nn.functional.avg_pool1d
-        total = scores.sums.mean(dim=0)[None]
-        return pool(total, _POOLED, 1, _POOLED // 2, count_include_pad=False)[0]
+        return neighbours_mean(scores.sums.mean(dim=0))
 
     def _replace(self, request: Request, slots: Sequence[int], method: str, name: str = "") -> bool:
         """Let a request go on over some slots of its table; false if there is no room."""
@@ -200,7 +198,17 @@ class KvThinner:
             for start in range(num_tokens, end, _STEP_ROWS):
                 rows = part[start - num_tokens : start - num_tokens + _STEP_ROWS]
                 self._runner.score(SequencePiece(rows, start, own.blocks, 1), scores, writes=True)
-            highest = scores.highest.mean(dim=0)[None]
-            return torch.nn.functional.max_pool1d(highest, _POOLED, 1, _POOLED // 2)[0]
+            return neighbours_highest(scores.highest.mean(dim=0))
         finally:
             self._cache.release(own, [])
+
+
+def neighbours_mean(scores: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each score and its neighbours, of [num_slots] float32."""
+    pool = torch.nn.functional.avg_pool1d
+    return pool(scores[None], _POOLED, 1, _POOLED // 2, count_include_pad=False)[0]
+
+
+def neighbours_highest(scores: torch.Tensor) -> torch.Tensor:
+    """Return the largest of each score and its neighbours, in the same way."""
+    return torch.nn.functional.max_pool1d(scores[None], _POOLED, 1, _POOLED // 2)[0]
