@@ -23,6 +23,8 @@ from kvchat.server.stored_responses import HeldResponse
 _log = logging.getLogger(__name__)
 
 MOST_SOCKETS = 64
+# The code of a socket that is closed because its server ends, or may start again.
+SERVER_ENDS = 1012
 # The specification's limit of a connection.
 _MOST_S = 3600.0
 # Messages that wait for the responses before theirs.
@@ -67,7 +69,7 @@ class _Connection:
         self._responses = responses
         self._most_bytes = most_bytes
         self._held = HeldResponse(most_bytes)
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
+        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the server ends
         self._num_waiting_bytes = 0
         self._has_failed = False  # the response that is being sent
 
@@ -81,7 +83,7 @@ class _Connection:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Take messages until the client goes."""
+        """Take messages until the client goes, or the server ends: those are answered yet."""
         with suppress(WebSocketDisconnect):  # it went while it was sent an error
             while (message := await self._socket.receive())["type"] != "websocket.disconnect":
                 text = message.get("text")
@@ -91,17 +93,25 @@ class _Connection:
                     continue
                 self._num_waiting_bytes += len(data)
                 self._waiting.put_nowait(data)
+            if message.get("code") == SERVER_ENDS:
+                self._waiting.put_nowait(None)
+                await _never()
 
     def _refusal(self, num_bytes: int) -> ApiError | None:
         """Return the error for a message of so many bytes that is not kept until its turn."""
         if num_bytes > self._most_bytes:
             return ApiError(413, f"The message has more than {self._most_bytes:,} bytes.")
-        if self._waiting.full() or self._num_waiting_bytes + num_bytes > self._most_bytes:
+        if (
+            self._waiting.qsize() >= MOST_WAITING
+            or self._num_waiting_bytes + num_bytes > self._most_bytes
+        ):
             return ApiError(429, "Too many messages wait for their turn.", code="too_many_messages")
         return None
 
     async def _answer_all(self) -> None:
-        """Answer messages in their order until the connection is too old, then close it."""
+        """Answer messages in their order until the connection is too old or the server ends, then
+        close it.
+        """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _MOST_S
         with suppress(WebSocketDisconnect):
@@ -109,6 +119,9 @@ class _Connection:
                 while loop.time() < end_s:
                     async with asyncio.timeout_at(end_s):
                         data = await self._waiting.get()
+                    if data is None:
+                        await self._socket.close(SERVER_ENDS)
+                        return
                     self._num_waiting_bytes -= len(data)
                     await self._answer(data)
             sentence = f"A connection ends after {_MOST_S / 60:.0f} minutes; open a new one."

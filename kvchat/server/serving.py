@@ -17,10 +17,13 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from kvchat.core.errors import ExitCode, StoreError, UsageError
 from kvchat.core.paths import private_directory
 from kvchat.server.guard import App, Limits
+from kvchat.server.responses_socket import SERVER_ENDS
 
 # Seconds that running answers may take after a signal, before they are cut off.
 _GRACE_S = 5
 _KEEP_ALIVE_S = 30
+# A client may take so long to say that it closes its socket too.
+_CLOSING_S = 1.0
 # The headers of a request have to arrive within twice this time.
 _HEADERS_S = 15.0
 # A client that will say no more is looked for this often while its answer has not begun.
@@ -202,6 +205,15 @@ class HastySockets(_InTurns, WebSocketsSansIOProtocol):
 
     Of frames without data 256 KiB are 43,000.
     """
+
+    def shutdown(self) -> None:
+        """Have the application close the socket, once it has answered; uvicorn cuts answers off."""
+        if self.close_sent or not self.handshake_complete:
+            super().shutdown()
+            return
+        self.stop_keepalive()
+        self.close_timeout = _CLOSING_S
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVER_ENDS})
 
     def _parse(self, data: bytes) -> None:
         WebSocketsSansIOProtocol.data_received(self, data)

@@ -5,8 +5,10 @@ The server and its sockets are real ones, above a scripted engine.
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +283,42 @@ def test_a_socket_outlives_the_look_for_connections_without_a_request(
     app = serve(lambda question, sample: Script("x" * 40, step_s=0.02))
     with connect(address(app)) as socket:
         assert text_of(said(socket, "x")) == "x" * 40
+
+
+def test_a_server_that_ends_answers_before_it_closes_its_sockets(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Answers over HTTP had a few seconds; over a socket they were cut off at once."""
+    until = tmp_path / "until"
+    app = serve(lambda question, sample: Script("half" * 2, until=until))
+    with running(app) as (server, url), connect(url) as socket:
+        told = {"type": "response.create", "model": "scripted"}
+        for question in ("one", "two"):
+            socket.send(json.dumps({**told, "input": question}))
+        while json.loads(socket.recv(PATIENCE_S))["type"] != "response.output_text.delta":
+            pass
+        server.should_exit = True
+        while server.servers and server.servers[0].is_serving():
+            time.sleep(0)
+        until.touch()
+        assert [text_of(said(socket)) for _ in range(2)] == ["halfhalf"] * 2
+        with pytest.raises(ConnectionClosed) as closed:
+            socket.recv(PATIENCE_S)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1012
+
+
+def test_a_server_that_ends_cuts_off_what_takes_too_long(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvchat.server.serving._GRACE_S", 0.01)
+    app = serve(lambda question, sample: Script("half" * 2, until=tmp_path / "never"))
+    with running(app) as (server, url), connect(url) as socket:
+        socket.send(json.dumps({"type": "response.create", "model": "scripted", "input": "x"}))
+        while json.loads(socket.recv(PATIENCE_S))["type"] != "response.output_text.delta":
+            pass
+        server.should_exit = True
+        assert said(socket)[-1]["response"]["error"]["code"] == "stopped"
 
 
 def test_a_server_that_ends_closes_its_sockets(serve: Serve) -> None:
