@@ -213,6 +213,17 @@ def facts_of(server: RunningServer) -> ServerFacts:
     return ServerFacts(server.address.url, server.address.key, model, context)
 
 
+def num_computed(server: RunningServer, client: str) -> int:
+    """Return how many tokens a server has computed for a client of a name; 0 if it does not say."""
+    told = (_get(server, f"{client_path(client)}/health") or {}).get("computed_tokens")
+    return told if isinstance(told, int) else 0
+
+
+def client_path(name: str) -> str:
+    """Return what begins the paths of a client, so that the server knows it by a name."""
+    return f"/as/{name}"
+
+
 # `kvchat ps` and `kvchat stop`
 
 

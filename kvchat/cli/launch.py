@@ -7,11 +7,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.agents import CLIENTS, Client, Launch
-from kvchat.cli.background import ServerFacts, facts_of, started
+from kvchat.cli.background import ServerFacts, client_path, facts_of, num_computed, started
 from kvchat.cli.build import settings_of, store_admin, user_paths
 from kvchat.cli.lines import say
 from kvchat.cli.model_names import whole_name
@@ -53,10 +54,13 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         raise UsageError("A server in the background leaves its address: no --incognito here.")
-    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, say, needs_port=True))
+    minutes = settings["keep_alive"] or _MINUTES
+    running = started(settings, minutes, say, needs_port=True)
+    server, own_name = facts_of(running), f"{name}-{os.getpid()}"
     _require_room(client, server)
     directory = user_paths().state / "clients" / name
-    how = client.launch(server, directory)
+    own_url = f"{server.url}{client_path(own_name)}"
+    how = client.launch(replace(server, url=own_url), directory)
     _write(directory, how)
     environment = {**os.environ, **how.variables}
     if is_warmed:
@@ -66,11 +70,10 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
         if warming.returncode == 0:
             _note_read(directory, server)
     say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
-    rates, num_before = _work(server)
     if client.num_fixed:
-        say(_price(client, rates, _has_read(settings, directory, server)))
+        say(_price(client, _rates(server), _has_read(settings, directory, server)))
     code = _run([client.program, *how.arguments, *arguments], environment)
-    if rates is not None and _work(server)[1] - num_before >= client.num_fixed > 0:
+    if num_computed(running, own_name) >= client.num_fixed > 0:
         _note_read(directory, server)
     return code
 
@@ -110,28 +113,24 @@ def _note_read(directory: Path, server: ServerFacts) -> None:
     write_state(directory / _READ, _VERSION, "models", {**before, server.model: time.time()})
 
 
-def _work(server: ServerFacts) -> "tuple[ReadRates | None, int]":
-    """Return the rates at which a server reads, and how many tokens it has computed.
-
-    None and 0 if it does not say.
-    """
+def _rates(server: ServerFacts) -> "ReadRates | None":
+    """Return the rates at which a server reads, None if it does not say."""
     from kvchat.remote.address import address_of
     from kvchat.remote.local_client import LocalClient
     from kvchat.remote.server_kv import ServerKv
 
-    async def ask() -> "tuple[ReadRates, int]":
+    async def ask() -> "ReadRates":
         http = LocalClient(address_of(server.url, server.key))
         try:
-            kv = ServerKv(http, _PATIENCE_S)
-            [place] = await kv.locate([[0]])
-            return place.rates, (await kv.status()).num_tokens_computed
+            [place] = await ServerKv(http, _PATIENCE_S).locate([[0]])
+            return place.rates
         finally:
             await http.close()
 
     try:
         return asyncio.run(ask())
     except KvchatError:
-        return None, 0
+        return None
 
 
 def _names() -> str:

@@ -89,8 +89,10 @@ class Answer:
         metrics: Metrics,
         run: Callable[[Callable[[], Asked]], "asyncio.Future[Asked]"],
         wakeups: Wakeups,
+        client: str,
         limit_s: float | None = None,
     ) -> None:
+        self._client = client
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s  # from when it is submitted; None for no limit
         self._limit: asyncio.TimerHandle | None = None
@@ -236,7 +238,7 @@ class Answer:
             elif not isinstance(event, SavingFailed):
                 told.append(event)
             if isinstance(event, AnswerEnded):
-                self._metrics.note_answer(event.usage, event.timing)
+                self._metrics.note_answer(event.usage, event.timing, self._client)
                 self._remember(self.asked, event)
         return told, failed
 
@@ -301,13 +303,15 @@ class Answering:
         """Begin to answer a conversation."""
         chat = self._with_system(chat)
         return await self._started(
-            lambda notify: self._chats.ask(chat, options, notify), self._remember
+            lambda notify: self._chats.ask(chat, options, notify), self._remember, options.client
         )
 
     async def complete(self, prompt: str | tuple[int, ...], options: AskOptions) -> Answer:
         """Begin to continue a text, or token ids, without a template."""
         return await self._started(
-            lambda notify: self._chats.complete(prompt, options, notify), lambda *_: None
+            lambda notify: self._chats.complete(prompt, options, notify),
+            lambda *_: None,
+            options.client,
         )
 
     async def count(self, chat: ResentChat, think: Think) -> int:
@@ -325,10 +329,10 @@ class Answering:
         self,
         begin: Callable[[Callable[[], None]], Asked],
         remember: Callable[[Asked, AnswerEnded], None],
+        client: str,
     ) -> Answer:
-        answer = Answer(
-            begin, remember, self._metrics, self.on_encoder, self._wakeups, self._limit_s
-        )
+        run, limit_s = self.on_encoder, self._limit_s
+        answer = Answer(begin, remember, self._metrics, run, self._wakeups, client, limit_s)
         try:
             await answer.start()
         except BaseException:

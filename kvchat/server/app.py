@@ -26,7 +26,7 @@ from kvchat.server.api_errors import (
 )
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.embeddings_api import EmbeddingsApi
-from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
+from kvchat.server.guard import NAME, App, Guard, Limits, Receive, Scope, Send, client_of
 from kvchat.server.idle import LEFT
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.ollama_api import OllamaApi
@@ -41,6 +41,8 @@ from kvchat.server.text_api import TextApi
 _log = logging.getLogger(__name__)
 
 _VERSION = "/v1"
+# A client's own address: its name, and what it asks for.
+_NAMED = re.compile(r"/as/([\w-]{1,64})(/.*)?", re.ASCII)
 # What stands behind the version; some clients are given the address without it.
 _UNVERSIONED = ("chat", "completions", "embeddings", "models", "responses", "messages")
 
@@ -139,13 +141,16 @@ def _routes(
 
 
 def _with_plain_paths(app: App) -> App:
-    """Return an application that takes paths as clients join them: with slashes too many, and
-    without the version that others put into the address.
+    """Return an application that takes paths as clients join them: with slashes too many, behind
+    the name that `kvchat launch` gives a client, and without the version that others put into the
+    address.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         if "path" in scope:
             path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
+            if (named := _NAMED.fullmatch(path)) is not None:
+                path, scope = named[2] or "/", {**scope, NAME: named[1]}
             is_versioned = path.lstrip("/").partition("/")[0] not in _UNVERSIONED
             scope = {**scope, "path": path if is_versioned else f"{_VERSION}{path}"}
         await app(scope, receive, send)
@@ -189,6 +194,8 @@ def _health(service: Service) -> Handler:
         told: dict[str, Any] = {"status": str(state), "model": service.name}
         if (left_s := request.scope.get(LEFT)) is not None:
             told["ends_in_s"] = round(left_s)
+        if NAME in request.scope:
+            told["computed_tokens"] = service.metrics.num_computed(client_of(request))
         if (sentence := _trouble(state, service)) is not None:
             told["message"] = sentence
         return JSONResponse(told, 200 if state is Health.OK else 503)

@@ -205,9 +205,12 @@ def is_loopback(address: str | None) -> bool:
 
 # Clients have equal shares of the engine, and all send one key. Behind one address of a network
 # there is one client; programs on this machine are told apart by the name that they send. A program
-# could send another name each time: that is for the machine's own user to know.
+# could send another name each time: that is for the machine's own user to know. `kvchat launch`
+# gives each client a name of its own in its address.
 
 _MOST_CHARS = 200
+# What a scope calls the name in the address that its client was given.
+NAME = "kvchat.client"
 
 
 def client_of(connection: HTTPConnection) -> str:
@@ -215,4 +218,5 @@ def client_of(connection: HTTPConnection) -> str:
     address = connection.client.host if connection.client is not None else ""
     if address and not is_loopback(address):
         return address
-    return f"here {connection.headers.get('user-agent', '')[:_MOST_CHARS]}"
+    name = connection.scope.get(NAME) or connection.headers.get("user-agent", "")
+    return f"here {name[:_MOST_CHARS]}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from kvchat.core.types import Timing, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_CLIENTS = 1024
 _TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -17,13 +18,21 @@ class Metrics:
         self._requests: Counter[tuple[str, int]] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._num_generated = 0
+        self._by_client: dict[str, int] = {}  # the tokens computed for each, the latest last
         self._ttft_counts = [0] * (len(_TTFT_BOUNDS_S) + 1)
         self._ttft_sum_s = 0.0
 
     def note_response(self, path: str, status: int) -> None:
         self._requests[path, status] += 1
 
-    def note_answer(self, usage: Usage, timing: Timing) -> None:
+    def num_computed(self, client: str) -> int:
+        """Return how many tokens of prompts were computed for a client."""
+        return self._by_client.get(client, 0)
+
+    def note_answer(self, usage: Usage, timing: Timing, client: str) -> None:
+        self._by_client[client] = self._by_client.pop(client, 0) + usage.prefilled_tokens
+        if len(self._by_client) > _MOST_CLIENTS:
+            del self._by_client[next(iter(self._by_client))]
         self._prompt_tokens.update(usage.cached.places)
         self._prompt_tokens["computed"] += usage.prefilled_tokens
         self._num_generated += usage.completion_tokens

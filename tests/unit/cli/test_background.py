@@ -162,11 +162,10 @@ def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(launch, "started", lambda *_, **__: None)
     monkeypatch.setattr(launch, "facts_of", lambda server: SERVER)
-    # What the server has computed before and after each session. It was too busy to say it before
-    # the first one; the second asked nothing.
-    counts = (9_000, 9_070, 9_070, 15_470, 15_470, 15_500)
-    told_work = iter([(None, 0), *((ReadRates(), count) for count in counts)])
-    monkeypatch.setattr(launch, "_work", lambda server: next(told_work))
+    monkeypatch.setattr(launch, "_rates", lambda server: None)
+    # What the server has computed for each session; the second asked nothing.
+    counts = iter((5_900, 0, 6_400, 30))
+    monkeypatch.setattr(launch, "num_computed", lambda server, name: next(counts))
 
     for _ in range(4):
         assert launch.launch("codex", [], {"model": "demo"}, is_warmed=False) == 0

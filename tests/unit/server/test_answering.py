@@ -62,7 +62,7 @@ async def told_by(engine: Engine) -> AsyncIterator[AsyncIterator[list[Any]]]:
         done.set_result(begin())
         return done
 
-    answer = Answer(engine.begin, lambda *_: None, Metrics(), at_once, Wakeups())
+    answer = Answer(engine.begin, lambda *_: None, Metrics(), at_once, Wakeups(), "")
     await answer.start()
     yield answer.events()
     answer.close()

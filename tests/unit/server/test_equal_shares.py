@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import HTTPConnection
 
 from kvchat.server.guard import client_of
-from support.asgi_client import post
+from support.asgi_client import get, post
 from support.served import Serve
 
 _BODIES: dict[str, dict[str, Any]] = {
@@ -45,3 +45,19 @@ def test_a_client_is_an_address_or_a_program_of_this_machine(
     }
 
     assert client_of(HTTPConnection(scope)) == client
+
+
+def test_a_client_with_an_address_of_its_own_is_told_what_was_computed_for_it(
+    serve: Serve,
+) -> None:
+    """`kvchat launch` took the work for other clients for that of its own."""
+    app, path = serve(), "v1/chat/completions"
+    body = {"model": "scripted", **_BODIES[f"/{path}"]}
+    post(app, f"/as/one-1/{path}", body)
+    computed = get(app, "/as/one-1/health").json["computed_tokens"]
+    post(app, f"/as/other/{path}", body)
+    post(app, f"/{path}", body)
+
+    assert get(app, "/as/one-1/health").json["computed_tokens"] == computed > 0
+    assert get(app, "/as/none/health").json["computed_tokens"] == 0
+    assert "computed_tokens" not in get(app, "/health").json
