@@ -19,9 +19,10 @@ from kvchat.chat.attachment import (
     mentioned_files,
     mentioned_pins,
     read_attachment,
+    split_attached,
 )
 from kvchat.chat.chat_model import readopt
-from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.conversation_settings import ConversationSettings
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
@@ -157,17 +158,12 @@ class ChatController:
         Raises UsageError for a file that does not fit in the context.
         """
         text, model = file.text, self.host.model
-        if model.tokenizer.exceeds(text, model.max_context):
+        is_huge, limit = model.tokenizer.exceeds(text, model.max_context), self.host.context_limit
+        num_tokens = self.num_tokens(text) if not is_huge else 0
+        if is_huge or num_tokens > limit:
+            size = f"{len(text):,} characters" if is_huge else f"{num_tokens:,} tokens"
             raise UsageError(
-                f"{file.name} has {len(text):,} characters, which are more than twice the "
-                f"{model.max_context:,} tokens that the model's context holds.",
-                "Attach a part of it.",
-            )
-        num_tokens = self.num_tokens(text)
-        limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
-        if num_tokens > limit:
-            raise UsageError(
-                f"{file.name} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
+                f"{file.name} has {size}, and the model's context holds {limit:,} tokens.",
                 "Attach a part of it.",
             )
         if file not in self.attached:
@@ -293,29 +289,35 @@ class ChatController:
     @property
     def has_other_tools(self) -> bool:
         """Whether the open conversation began with other tools than those offered now."""
-        conversation = self.conversation
-        if conversation is None or not len(conversation):
-            return False
-        return self._is_other(conversation.tools)
+        chat = self.conversation
+        return chat is not None and len(chat) > 0 and self._is_other(chat.tools)
 
     def _is_other(self, tools: ToolSet | None) -> bool:
         """Whether these are other tools than those offered now."""
-        texts = [each.text if each is not None else "" for each in (tools, self.tools)]
-        return texts[0] != texts[1]
+        before, now = (each.text if each is not None else "" for each in (tools, self.tools))
+        return before != now
 
     def ids_with_tools(self, tools: ToolSet | None) -> list[int]:
         """Return the token ids of the context with other tools at its beginning."""
-        conversation = self.conversation
-        path = conversation.path() if conversation is not None else []
-        if conversation is None or not path:
-            return []
-        empty = Conversation("", conversation.created_s, tools=tools)
-        first = self.host.model.user_ids(empty, ROOT, path[0].text, path[0].system)
-        return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
-    def offer_tools(self, tools: ToolSet) -> None:
-        """Offer tools to conversations that begin from now on."""
-        self.tools = tools
+        def first(conversation: Conversation, turn: Turn) -> Sequence[int]:
+            empty = Conversation("", conversation.created_s, tools=tools)
+            return self.host.model.user_ids(empty, ROOT, turn.text, turn.system)
+
+        return self._ids_with(first)
+
+    def ids_with_system(self, system: str | None) -> list[int]:
+        """Return the token ids of the context under another system prompt."""
+        model = self.host.model
+        return self._ids_with(lambda chat, turn: model.ids_with_system(chat, turn, system))
+
+    def _ids_with(self, first: Callable[[Conversation, Turn], Sequence[int]]) -> list[int]:
+        """Return the context with the ids that `first` gives its first turn, none without."""
+        conversation = self.conversation
+        if conversation is None or not (path := conversation.path()):
+            return []
+        rest = (token for turn in path[1:] for token in turn.token_ids)
+        return [*first(conversation, path[0]), *rest]
 
     def set_tools(self, tools: ToolSet | None) -> None:
         """Offer other tools in this and in later conversations."""
@@ -445,6 +447,20 @@ class ChatController:
         elif is_given_back and conversation.session_id == asked_in and conversation.tip_id != asked:
             self.require_session().drop_leaf(asked)
 
+    def take_back(self) -> str:
+        """Return the last new message, which no model was there to read, and let go of it.
+
+        "" if there is none, or if it is saved with files, which it would lose: then it stays.
+        """
+        conversation, asked = self.conversation, self._asked
+        if conversation is None or asked != (conversation.session_id, conversation.tip_id):
+            return ""
+        files, words = split_attached(conversation.turn(conversation.tip_id).text)
+        if files and self.host.store is not None:
+            return ""
+        self.drop_refused(is_given_back=True)
+        return words
+
     def _discard(self) -> None:
         session, self.place = self.session, Place(None)
         if session is not None:
@@ -469,11 +485,6 @@ class ChatController:
         self.attached = ()
         self.title = title
         return problem
-
-    def close_deleted(self) -> None:
-        """Close the conversation, of which nothing is to be saved, and drop attached files."""
-        self.close_session()
-        self.attached, self.title = (), ""
 
     def open(self, session_id: str) -> ChatSession:
         """Open a saved conversation; if that fails, the current one stays open.
@@ -573,17 +584,6 @@ class ChatController:
         problem = self.session.close() if self.session is not None else None
         self.place = Place(None)
         return problem
-
-    # System prompts
-
-    def ids_with_system(self, system: str | None) -> list[int]:
-        """Return the token ids of the context under another system prompt."""
-        conversation = self.conversation
-        path = conversation.path() if conversation is not None else []
-        if conversation is None or not path:
-            return []
-        first = self.host.model.ids_with_system(conversation, path[0], system)
-        return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:
         """Use another system prompt for this and later messages."""

@@ -154,7 +154,8 @@ async def delete_conversation(controller: "ChatController", session_id: str) -> 
     deleted = await asyncio.to_thread(
         places.delete_traces, [session_id], drop_from(controller.host), conversation
     )
-    controller.close_deleted()
+    controller.close_session()
+    controller.attached, controller.title = (), ""
     if places.store is not None:
         with suppress(SessionNotFound):  # closing deletes a file without its first line
             places.store.remove(session_id)

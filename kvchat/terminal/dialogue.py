@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
@@ -141,7 +140,7 @@ class Dialogue(CommandContext):
         self.toolbox.complete()
         for problem in self.toolbox.problems:
             self.say(problem, Role.WARNING)
-        self.controller.offer_tools(self.toolbox.definitions)
+        self.controller.tools = self.toolbox.definitions
         self._has_tools.set()
         self.refresh()
 
@@ -373,20 +372,14 @@ class Dialogue(CommandContext):
 
     async def _leave(self) -> None:
         self._runner.cancel_all()
+        if self.failure is not None:
+            self._unsent.take_back()
         queued = self._queue.texts
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
-            self._unsent.show((*self._lost_message, *queued, self._view.prompt_text))
+            self._unsent.show((*queued, self._view.prompt_text))
         self._view.leave()
-
-    @property
-    def _lost_message(self) -> tuple[str, ...]:
-        """The message that no model has answered, where the conversation has no file to keep it."""
-        if self.has_been_used or not self.controller.is_unanswered:
-            return ()
-        _, words = split_attached(self.controller.place.user_turns[-1].text)
-        return (words,)
 
     async def settle(self) -> None:
         """Stop the answer in progress, and wait at most 2 s until its text is saved.

@@ -94,6 +94,10 @@ class MessageQueue:
         else:
             self._waiting.remove(edited)
 
+    def put_first(self, text: str) -> None:
+        """Let a message wait that is to be sent before all others."""
+        self._waiting.insert(0, _Waiting(text))
+
     def take(self) -> str:
         """Remove the first message and return it."""
         assert self.has_next
@@ -192,6 +196,15 @@ class Unsent:
     def sending(self) -> None:
         """Note that a message was taken to be sent: its turn takes it off the list in the file."""
         self._kept = self._queue.unsent
+
+    def take_back(self) -> None:
+        """Let the message that was sent to a model which could not be loaded wait again.
+
+        In the conversation it would stand unanswered before the next one.
+        """
+        if text := self._controller.take_back():
+            self._queue.put_first(text)
+            self.keep(is_stale=True)
 
     def settle(self) -> None:
         """Save a last time: what is saved stays, whatever key is pressed until the end."""

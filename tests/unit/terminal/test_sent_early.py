@@ -23,7 +23,27 @@ def test_a_message_typed_before_the_prompt_is_there_is_saved_too(
     assert _saved_texts(tmp_path / "sessions") == ["typed ahead"]
 
 
-def test_a_message_is_kept_where_the_model_cannot_be_loaded(
+def test_a_message_waits_where_the_model_cannot_be_loaded(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It stood unanswered in the conversation, and the next one behind it."""
+    loaded = tmp_path / "loaded"
+    start_chat().enter("hello").wait_for("You said 'hello' (0).").enter("/exit").finish()
+    chat = start_chat("--continue", "--fail", "--loading", str(loaded))
+    chat.enter("a whole message").wait_for("Esc stops").enter("and another").wait_for("1 queued")
+    loaded.touch()
+
+    assert chat.finish() == 3
+    assert _saved_texts(tmp_path / "sessions") == ["hello", "You said 'hello' (0)."]
+    assert _saved_waiting(tmp_path / "sessions") == ("a whole message", "and another")
+    assert chat.text.count("The weights are broken.") == 1
+    assert "2 messages were not sent. kvchat -c offers them again." in chat.text
+    assert "Not sent:\n\na whole message\nand another\n" in chat.text
+    again = start_chat("--continue").wait_for_shown("❯ a whole message")
+    again.type("\r").wait_for("You said 'a whole message' (0).")
+
+
+def test_a_first_message_waits_where_the_model_cannot_be_loaded(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
     loaded = tmp_path / "loaded"
@@ -32,12 +52,9 @@ def test_a_message_is_kept_where_the_model_cannot_be_loaded(
     loaded.touch()
 
     assert chat.finish() == 3
-    assert _saved_texts(tmp_path / "sessions") == ["a whole message"]
-    assert chat.text.count("The weights are broken.") == 1
-    assert "Your last message is kept: kvchat -c opens it, and /continue answers it." in chat.text
-    assert "Not sent" not in chat.text
-    again = start_chat("--continue").wait_for("no answer yet")
-    again.enter("/continue").wait_for("You said 'a whole message' (0).")
+    assert _saved_texts(tmp_path / "sessions") == []
+    assert "1 message was not sent. kvchat -c offers it again." in chat.text
+    start_chat("--continue").wait_for_shown("❯ a whole message")
 
 
 def test_esc_stops_a_message_that_waits_for_the_model(
