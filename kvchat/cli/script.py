@@ -204,7 +204,8 @@ class ScriptOutput:
 
     def fail(self, error: KvchatError) -> None:
         """Print an error, and note its exit code."""
-        if self.takes_commands and isinstance(error, ContextTooLong):
+        has_messages = bool(self._controller.context_ids)  # else the message alone is too long
+        if self.takes_commands and has_messages and isinstance(error, ContextTooLong):
             error = ContextTooLong(error.message, _WAYS_OUT)
         self._setup.notices.error(error)
         self.note(error.exit_code)

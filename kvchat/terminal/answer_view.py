@@ -21,7 +21,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.thinking import whole_passages
 from kvchat.chat.thinning import dropped_in_words
-from kvchat.core.errors import ContextTooLong, KvchatError
+from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
 from kvchat.terminal.markdown import MarkdownStream
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
@@ -161,6 +161,12 @@ class AnswerView:
     def elapsed_s(self) -> float:
         return self._clock() - self._began_s
 
+    @property
+    def too_long(self) -> ContextTooLong | None:
+        """The error of a context that was too long, which the view does not show itself."""
+        error = self.failed.error if self.failed is not None else None
+        return error if isinstance(error, ContextTooLong) else None
+
     def model_is_ready(self) -> None:
         """Count the time from now on: the model was still loading when the message was sent."""
         self._began_s = self._clock()
@@ -177,11 +183,9 @@ class AnswerView:
             return []
         if isinstance(event, AnswerFailed):
             self.failed = event
-            return [
-                *self._renderer.finish(self._view.render_context),
-                *self._problem(error_in_words(event.error)),
-                *self._held_warnings(),
-            ]
+            told = self._problem(str(event.error)) if self.too_long is None else []
+            rows = self._renderer.finish(self._view.render_context)
+            return [*rows, *told, *self._held_warnings()]
         assert isinstance(event, SavingFailed)
         self._warnings.append(event.message)
         is_over = 0 in self.ended or self.failed is not None
@@ -296,12 +300,10 @@ def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
     return joined
 
 
-def error_in_words(error: KvchatError) -> str:
-    """Return an error with its hint; a full context names the commands that help."""
-    if isinstance(error, ContextTooLong):
-        is_cache_small = "--device-cache" in error.hint
-        return f"{error.message} {WAYS_OUT}{' Or raise --device-cache.' if is_cache_small else ''}"
-    return str(error)
+def error_in_words(error: ContextTooLong) -> str:
+    """Return the error of a full context with the commands that help."""
+    is_cache_small = "--device-cache" in error.hint
+    return f"{error.message} {WAYS_OUT}{' Or raise --device-cache.' if is_cache_small else ''}"
 
 
 def _ending_words(ended: AnswerEnded) -> str:

@@ -50,6 +50,10 @@ class _Current:
     is_stopping: bool = False
 
 
+def _whole(text: str, attached: tuple[Attached, ...]) -> str:
+    return "\n".join([*(file.text for file in attached), text])
+
+
 class Answering:
     """Shows at most one reply at a time. `live_state` returns the state below the rows."""
 
@@ -169,18 +173,18 @@ class Answering:
                 self._give_back(text, attached, edited)
                 return False
             answer_view = await self._follow(
-                lambda notify: self._controller.ask(text, notify), stats_level
+                lambda notify: self._controller.ask(text, notify),
+                stats_level,
+                asked=_whole(text, sent),
             )
         except KvchatError as error:
-            tell(self._view, error_in_words(error), Role.ERROR)
-            if isinstance(error, ContextTooLong):
-                await self._tell_if_too_long_alone(text, self._controller.attached)
+            asked = _whole(text, self._controller.attached)
+            tell(self._view, await self._in_words(error, asked), Role.ERROR)
             # What is too long or cannot be saved is refused again as it is.
             gives_way = isinstance(error, StoreError | ContextTooLong)
             self._give_back(text, attached, edited, gives_way)
             return False
-        if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
-            await self._tell_if_too_long_alone(text, sent)
+        if answer_view.too_long is not None:
             self._controller.drop_refused(is_given_back=not self._view.prompt_text)
             self._give_back(text, attached, edited, gives_way=True)
             return False
@@ -299,8 +303,12 @@ class Answering:
         said_before: str = "",
         joins: bool = True,
         is_unseen: bool = False,
+        asked: str = "",
     ) -> AnswerView:
-        """Start a reply, which `joins` the conversation or not, and show it until it ends."""
+        """Start a reply, which `joins` the conversation or not, and show it until it ends.
+
+        `asked` is the whole text of a new message.
+        """
         answer_view = AnswerView(
             self._view,
             self._context_limit,
@@ -318,6 +326,8 @@ class Answering:
         try:
             await stream.run(self._current.reply)
             self._note_ended(answer_view)
+            if (too_long := answer_view.too_long) is not None and not is_unseen:
+                tell(self._view, await self._in_words(too_long, asked), Role.ERROR)
         finally:
             self._current = None
             self._refresh()
@@ -333,26 +343,25 @@ class Answering:
                 said = painter.wrapped(f"read again: {words} (/cache why)", width, Role.NOTE)
                 self._view.write([*said, painter.text("")], self._live_state())
 
-    async def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
-        """Say so if a refused message would not fit in an empty conversation either."""
-        ready, tools = self._controller.host.ready, self._controller.tools
-        if ready is None:
-            return
-        num_defining = self._controller.num_tokens(tools.text) if tools is not None else 0
-        if num_defining >= ready.context_limit:
-            tokens = f"{about(self._controller.host.model)}{num_defining:,} tokens"
-            tell(
-                self._view, f"The tools alone have {tokens}: start without --tools, or with fewer."
-            )
-            return
-        whole = "\n".join([*(file.text for file in attached), text])
-        size = f"{len(whole):,} characters"
-        if len(whole) < _CHARS_A_TOKEN * ready.context_limit:  # counting megabytes takes minutes
-            num_tokens = await asyncio.to_thread(self._controller.num_tokens, whole)
-            if num_tokens < ready.context_limit:
-                return
-            size = f"{about(self._controller.host.model)}{num_tokens:,} tokens"
-        tell(self._view, f"Your message alone has {size}: send a part of it.")
+    async def _in_words(self, error: KvchatError, asked: str) -> str:
+        """Return an error with what helps: of `asked` that no conversation has room for, a part."""
+        controller, ready = self._controller, self._controller.host.ready
+        if not isinstance(error, ContextTooLong) or ready is None:
+            return str(error)
+        some, limit = about(controller.host.model), ready.context_limit
+        num_defining = controller.num_tokens(controller.tools.text) if controller.tools else 0
+        if num_defining >= limit:
+            has = f"have {some}{num_defining:,} tokens, and the context holds {limit:,}"
+            return f"The tools alone {has}: start without --tools, or with fewer."
+        size = f"{len(asked):,} characters"
+        if len(asked) < _CHARS_A_TOKEN * limit:  # counting megabytes takes minutes
+            num_tokens = await asyncio.to_thread(controller.num_tokens, asked)
+            if num_tokens < limit and (controller.context_ids or not asked):
+                return error_in_words(error)
+            size = f"{some}{num_tokens:,} tokens"
+        holds = f"and the context holds {limit:,} with what stands around it"
+        or_raise = ", or raise --device-cache" if "--device-cache" in error.hint else ""
+        return f"Your message alone has {size}, {holds}: send a part of it{or_raise}."
 
     def _give_back(
         self,

@@ -250,8 +250,9 @@ def test_the_tokens_of_megabytes_are_not_counted_to_refuse_them(model: ChatModel
     controller = ChatController(host, lambda *_: host, None, AskOptions())
     asyncio.run(_answer(controller, view, "word " * 2000, "word " * 400))
 
-    assert "Your message alone has 10,000 characters: send a part of it." in shown.getvalue()
-    assert re.search(r"Your message alone has [\d,]+ tokens: send", shown.getvalue())
+    holds = "and the context holds 300 with what stands around it: send a part of it."
+    assert f"Your message alone has 10,000 characters, {holds}" in shown.getvalue()
+    assert re.search(rf"Your message alone has [\d,]+ tokens, {holds}", shown.getvalue())
     host.close()
 
 

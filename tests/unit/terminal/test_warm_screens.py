@@ -163,10 +163,16 @@ def test_a_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
 
 
 def test_a_message_that_no_context_holds_is_said_to_be_too_long(start_chat: StartChat) -> None:
-    """Only /compact, /new and /rewind were named, and none of them helped."""
-    chat = start_chat("--context", "300", is_saved=False)
-    chat.enter("word " * 80)
-    chat.wait_for("Your message alone has 400 tokens: send a part of it.")
+    """/compact, /new and /rewind were named, and none of them helped."""
+    chat = start_chat("--context", "300", is_saved=False, columns=120)
+    said = (
+        "Your message alone has 400 tokens, and the context holds 300 with what stands around it: "
+    )
+    for _ in range(2):  # an empty conversation, and one with messages
+        chat.enter("word " * 80)
+        chat.wait_for(lambda text: f"{said}send a part of it." in " ".join(text.split()))
+        chat.type("\x03").enter("hello").wait_for("You said 'hello'")
+    assert "/compact" not in chat.text
 
 
 @pytest.mark.parametrize("size", [(100, 30), (40, 12)])
