@@ -1,7 +1,6 @@
 """ChatController: the open conversation, its model, and the operations on them.
 
-Slash commands and keys call it. `Place` of `session.py` moves between the turns, and queries to the
-engine other than answers go through EngineQueries of `host.py`.
+Slash commands and keys call it. `Place` of `session.py` moves between the turns.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
@@ -27,7 +26,6 @@ from kvchat.chat.conversation_settings import ConversationSettings
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
-from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession, Place
 from kvchat.chat.surroundings import Surroundings
@@ -49,6 +47,9 @@ from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
 
+if TYPE_CHECKING:
+    from kvchat.cache.disk.admin import StoreAdmin
+
 # Starts loading a model by its name; load events go to the listener. The last argument is what a
 # conversation with the model was saved with, None for the settings of this process.
 NewHost = Callable[[str, Callable[[LoadEvent], None], Mapping[str, Any] | None], ChatHost]
@@ -59,7 +60,7 @@ class ChatController:
 
     place      where in the conversation the next message goes
     attached   files to put before the next message
-    engine     queries to the host's engine
+    engine     queries to the host's engine, but for answers
     has_lost   whether a conversation was left that could not be saved whole
     kept       maintenance of the KV on disk, None where no KV is kept on disk
     tools      the tools that new conversations offer to the model, None for none
@@ -78,7 +79,7 @@ class ChatController:
         system: str | None = None,
         title: str = "",
         attached: tuple[Attached, ...] = (),
-        kept: KeptKv | None = None,
+        kept: "StoreAdmin | None" = None,
         tools: ToolSet | None = None,
         pins: PinFiles | None = None,
         places: SavedPlaces | None = None,
@@ -176,12 +177,9 @@ class ChatController:
         Returns their number of tokens, and a sentence on those that changed since, "" for none.
         Raises UsageError as `attach` does.
         """
-        before = self.attached
-        note = self.pins.check(label)
+        before, paths, note = self.attached, self.pins.paths()[label], self.pins.check(label)
         try:
-            return sum(
-                self.attach(read_attachment(path)) for path in self.pins.paths()[label]
-            ), note
+            return sum(self.attach(read_attachment(path)) for path in paths), note
         except UsageError:
             self.attached = before
             raise

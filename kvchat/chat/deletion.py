@@ -14,16 +14,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_memory import stored_contexts
 from kvchat.chat.conversation import Conversation, Role
-from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len
 from kvchat.core.errors import GenerationError, KvchatError, StoreError, StoreInUse
 from kvchat.core.text import one_line
+
+if TYPE_CHECKING:
+    from kvchat.cache.disk.admin import StoreAdmin
 
 Contexts = Sequence[Sequence[int]]
 # Drops the KV of contexts from memory; each keeps its given number of leading tokens.
@@ -63,7 +66,7 @@ class SavedPlaces:
     """
 
     store: SessionStore | None
-    kept: KeptKv | None = None
+    kept: "StoreAdmin | None" = None
     typed: TypedLines | None = None
     answers: Path | None = None
     server: Callable[[], DropFromMemory | None] = lambda: None

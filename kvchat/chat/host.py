@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
-from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.tools import ToolSet
@@ -38,6 +37,7 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, DrivenEngine, EngineThread
 
 if TYPE_CHECKING:
+    from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.engine.embedding import Embedding
 
 T = TypeVar("T")
@@ -382,7 +382,7 @@ class EngineQueries:
     """
 
     def __init__(
-        self, host: ChatHost, kept: KeptKv | None = None, patience_s: float = _PATIENCE_S
+        self, host: ChatHost, kept: "StoreAdmin | None" = None, patience_s: float = _PATIENCE_S
     ) -> None:
         self._host = host
         self._patience_s = patience_s

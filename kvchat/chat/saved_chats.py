@@ -5,13 +5,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import split_attached
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.errors import KvchatError, StoreError
+from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
+
+if TYPE_CHECKING:
+    from kvchat.cache.disk.admin import StoreAdmin
 
 _LABEL_CHARS = 56
 _PREVIEW_CHARS = 400
@@ -65,6 +70,33 @@ def named_contexts(store: SessionStore | None) -> list[tuple[str, list[int]]]:
             conversation = store.read(chat.summary.session_id).conversation
             named += [(chat.label, ids) for ids in conversation.contexts()]
     return named
+
+
+def saved_contexts(
+    store: SessionStore, session_ids: Iterable[str]
+) -> dict[str, tuple[str, list[int]]]:
+    """Return the model and the context of each conversation that is not empty and can be read."""
+    contexts: dict[str, tuple[str, list[int]]] = {}
+    for session_id in session_ids:
+        try:
+            read = store.read(session_id)
+        except KvchatError:  # lists of conversations show that it cannot be read
+            continue
+        if ids := read.conversation.context_ids():
+            contexts[session_id] = read.model, ids
+    return contexts
+
+
+def kept_costs(
+    store: SessionStore, kept: "StoreAdmin", session_ids: Iterable[str]
+) -> dict[str, Cost]:
+    """Return the cost of each conversation's next message with the model that it began with.
+
+    Conversations that are empty or cannot be read have none. Needs no loaded model.
+    """
+    contexts = saved_contexts(store, session_ids)
+    places = kept.locate(list(contexts.values()))
+    return {name: each.cost() for name, each in zip(contexts, places, strict=True)}
 
 
 def _read(store: SessionStore, summary: SessionSummary) -> SavedChat:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvchat.chat.kept_kv import saved_contexts
+from kvchat.chat.saved_chats import saved_contexts
 from kvchat.chat.surroundings import TO_A_REAL_MODEL
 from kvchat.cli.build import memory_of, session_store, settings_of, store_admin, user_paths
 from kvchat.cli.lines import confirm, print_line, say

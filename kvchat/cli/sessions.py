@@ -9,7 +9,7 @@ from pathlib import Path
 from kvchat.chat import documents
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.documents import to_markdown
-from kvchat.chat.kept_kv import kept_costs
+from kvchat.chat.saved_chats import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.cli.build import session_store, store_admin
 from kvchat.cli.lines import say

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvchat.chat.attachment import matching_files
 from kvchat.chat.controller import ChatController
@@ -21,7 +21,6 @@ from kvchat.chat.keeping import (
     thin_pin,
     thin_pins,
 )
-from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
@@ -30,6 +29,9 @@ from kvchat.core.types import KeptPositions
 from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.status import plural
+
+if TYPE_CHECKING:
+    from kvchat.cache.disk.admin import StoreAdmin
 
 T = TypeVar("T")
 
@@ -70,7 +72,7 @@ async def cache(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"{one_line(arguments)} is unknown here.", _USAGE)
 
 
-async def _clear(context: "CommandContext", kept: KeptKv, needs_no_yes: bool) -> None:
+async def _clear(context: "CommandContext", kept: "StoreAdmin", needs_no_yes: bool) -> None:
     status = await asyncio.to_thread(kept.status)
     if not needs_no_yes and not await context.confirm(cache_lines.clearing_question(status)):
         context.say("Nothing is deleted.")
@@ -317,7 +319,7 @@ async def _confirm(context: "CommandContext", question: str) -> bool:
         raise UsageError(error.message, "In a script: /forget yes, or /forget last yes") from error
 
 
-def _kept(context: "CommandContext") -> KeptKv:
+def _kept(context: "CommandContext") -> "StoreAdmin":
     if context.controller.kept is None:
         raise UsageError("This chat keeps no KV on disk, so nothing can be pinned.")
     return context.controller.kept

@@ -11,7 +11,7 @@ import pytest
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KnownModels
 from kvchat.chat.host import ChatHost, EngineQueries
-from kvchat.chat.kept_kv import kept_costs
+from kvchat.chat.saved_chats import kept_costs
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.stats import Cost, KvPlaces

@@ -19,7 +19,6 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
-from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
@@ -91,7 +90,7 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         stats: bool = False,
         quiet: bool = False,
         last: str = "",
-        kept: KeptKv | None = None,
+        kept: StoreAdmin | None = None,
         max_context: int = 32768,
         here: str = "",
     ) -> Ran:
