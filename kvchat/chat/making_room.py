@@ -8,7 +8,6 @@ once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvchat.chat.answer_settings import ContextPolicy
@@ -35,6 +34,18 @@ from kvchat.core.errors import UsageError
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
     from kvchat.chat.reply import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A context that was cut: how many of the user's messages it lost, its tokens before and after,
+    and the message that /switch takes to go back.
+    """
+
+    num_messages: int
+    num_before: int
+    num_after: int
+    old_branch: int
 
 
 def planned(controller: "ChatController", focus: str = "") -> CompactionPlan:
@@ -82,13 +93,6 @@ def summarise(
     return session.ask_aside(request, options, notify, plan.older[-1].turn_id)
 
 
-def summary_in(controller: "ChatController", plan: CompactionPlan, ended: AnswerEnded) -> str:
-    """Return the summary in the answer to `summarise`; raises NoSummary if it is none."""
-    summary = checked_summary(ended.text, ended.reason)
-    require_substance(summary, controller.num_tokens(summary), plan.num_tokens, plan.older)
-    return summary
-
-
 def num_opening_tokens(
     controller: "ChatController", plan: CompactionPlan, summary: str | None
 ) -> int:
@@ -98,8 +102,8 @@ def num_opening_tokens(
     return len(controller.host.model.user_ids(empty, ROOT, said, plan.older[0].system))
 
 
-def compact(controller: "ChatController", plan: CompactionPlan, summary: str) -> int:
-    """Continue with a summary in place of the plan's older turns; return the tokens saved.
+def compact(controller: "ChatController", plan: CompactionPlan, summary: str) -> Change:
+    """Continue with a summary in place of the plan's older turns.
 
     Raises UsageError, and changes nothing, if the summary would save no token.
     """
@@ -108,16 +112,12 @@ def compact(controller: "ChatController", plan: CompactionPlan, summary: str) ->
             "The summary is as long as what it stands for, so nothing has changed.",
             "/new begins another conversation.",
         )
-    before = len(controller.context_ids)
-    controller.require_session().compact(plan, summary)
-    controller.place.reset()
-    return before - len(controller.context_ids)
+    return _changed(controller, plan, summary)
 
 
-def leave_out(controller: "ChatController", plan: CompactionPlan) -> None:
+def leave_out(controller: "ChatController", plan: CompactionPlan) -> Change:
     """Continue without the plan's older turns, but for an earlier summary among them."""
-    controller.require_session().compact(plan, None)
-    controller.place.reset()
+    return _changed(controller, plan, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +147,6 @@ class Need:
     def num_left(self, num_opening: int) -> int:
         """Return how many tokens may stay between an opening and what is next; below 0: none."""
         return self.limit - num_opening - self.num_next - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A context that was cut: how many of the user's messages it lost, its tokens before and after,
-    and the message that /switch takes to go back.
-    """
-
-    num_messages: int
-    num_before: int
-    num_after: int
-    old_branch: int
 
 
 def need(
@@ -193,7 +181,7 @@ def drop(controller: "ChatController", needed: Need) -> Change | None:
     for files in dict.fromkeys((_files_that_stay(controller, path), "")):
         plan = _plan_dropping(controller, needed, path, files)
         if plan is not None:
-            return _changed(controller, plan, partial(leave_out, controller, plan))
+            return leave_out(controller, plan)
     return None
 
 
@@ -242,20 +230,20 @@ def plan_summary(controller: "ChatController", needed: Need) -> CompactionPlan |
 def take_summary(controller: "ChatController", plan: CompactionPlan, ended: AnswerEnded) -> Change:
     """Let the summary that the model wrote take the place of a plan's older turns.
 
-    Raises UsageError, and changes nothing, for an answer that is no good summary.
+    Raises NoSummary for an answer that is none, and UsageError as `compact`; changes nothing then.
     """
-    summary = summary_in(controller, plan, ended)
-    return _changed(controller, plan, partial(compact, controller, plan, summary))
+    summary = checked_summary(ended.text, ended.reason)
+    require_substance(summary, controller.num_tokens(summary), plan.num_tokens, plan.older)
+    return compact(controller, plan, summary)
 
 
-def _changed(
-    controller: "ChatController", plan: CompactionPlan, change: Callable[[], object]
-) -> Change:
+def _changed(controller: "ChatController", plan: CompactionPlan, summary: str | None) -> Change:
     """Change the context; results that go with the next message still do, if their calls stay."""
     numbers = MessageNumbers(controller.require_conversation())
     old_branch = numbers.of(plan.messages[-1])
     held, num_before = controller.held_results, len(controller.context_ids)
-    change()
+    controller.require_session().compact(plan, summary)
+    controller.place.reset()
     if held and plan.kept:
         controller.hold_results(held)
     return Change(len(plan.messages), num_before, len(controller.context_ids), old_branch)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
@@ -46,30 +45,34 @@ from kvchat.core.types import FinishReason, TokenConstraint, TokenLogprobs
 from kvchat.engine.request import RequestSpec
 
 
-class AnswerLedger(Protocol):
-    """Stores answers. `Ledger` does so in a conversation and its file, `UnsavedLedger` nowhere.
+class AnswerLedger:
+    """What is told of answers. This one stores nothing: the answer is no part of a conversation.
 
     Each call returns None, or one sentence on why lines are not yet in the file.
     """
 
     def begin_answer(self, sample: int) -> str | None:
         """Create the answer's turn, at its first token. The first sample becomes the tip."""
+        return None
 
     def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
         """Append text and ids to the turn."""
+        return None
 
     def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
         """Note the calls of an answer that is about to end, and its text without them."""
 
     def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
         """Close the turn; returns its id as well."""
+        return ROOT, None
 
-    def abandon(self, error: RequestFailed) -> str | None:
+    def abandon(self, failed: RequestFailed) -> str | None:
         """End the turns that exist, after the request failed."""
+        return None
 
 
-class Ledger:
-    """Stores the answers to one user turn in its conversation; an AnswerLedger.
+class Ledger(AnswerLedger):
+    """Stores the answers to one user turn in its conversation and its file.
 
     before       the tip before a retry: if no answer begins, the tip moves back to it. None for a
                  new question
@@ -166,25 +169,6 @@ class Ledger:
         is_waiting = self._session.conversation.tip_id == self._user_turn.turn_id
         if self._before is not None and is_waiting:
             self._session.move_tip(self._before)
-
-
-class UnsavedLedger:
-    """Stores nothing: the ledger of an answer that is no part of the conversation."""
-
-    def begin_answer(self, sample: int) -> str | None:
-        return None
-
-    def extend_answer(self, sample: int, text: str, token_ids: list[int]) -> str | None:
-        return None
-
-    def add_calls(self, sample: int, calls: tuple[ToolCall, ...], text: str) -> None:
-        """The answer's end has them."""
-
-    def end_answer(self, sample: int, event: SampleFinished) -> tuple[int, str | None]:
-        return ROOT, None
-
-    def abandon(self, failed: RequestFailed) -> str | None:
-        return None
 
 
 class ContinuedLedger(Ledger):

@@ -17,7 +17,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.moved_kv import move_kv
-from kvchat.chat.reply import AnswerLedger, Asking, ContinuedLedger, Ledger, Reply, UnsavedLedger
+from kvchat.chat.reply import AnswerLedger, Asking, ContinuedLedger, Ledger, Reply
 from kvchat.chat.saved_conversation import SavedConversation
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter
@@ -255,7 +255,7 @@ class ChatSession(SavedConversation):
     ) -> Reply:
         options = replace(options, num_samples=1, shares_system=False, format=TEXT)
         starts_thinking = self.model.starts_thinking(prompt)
-        return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
+        return self._submit(prompt, AnswerLedger(), starts_thinking, options, notify, False)
 
     def _answer(
         self,

@@ -6,7 +6,6 @@ Commands that must not run during an answer take turns with answers, in the orde
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvchat.core.errors import KvchatError
@@ -29,30 +28,26 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerHooks:
-    """What the runner calls.
-
-    on_error(line, error)  a command has failed; `line` is what was typed if it is not shown yet,
-                           else ""
-    on_end()               a command has ended, but by no `cancel_all` or end of the loop
-    """
-
-    on_error: Callable[[str, KvchatError], None]
-    on_end: Callable[[], None]
-
-
 class CommandRunner:
     """Runs commands for a context, which shows what they say on a view.
 
+    on_error   called for a command that failed, with its line if that is not shown yet, else ""
+    on_end     called when a command has ended, but by no `cancel_all` or end of the loop
     turn_lock  held by an answer, and by a command that must not run during an answer
     name       the command that holds the lock, "" for none
     """
 
-    def __init__(self, context: CommandContext, view: View, hooks: RunnerHooks) -> None:
+    def __init__(
+        self,
+        context: CommandContext,
+        view: View,
+        on_error: Callable[[str, KvchatError], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self._context = context
         self._view = view
-        self._hooks = hooks
+        self._on_error = on_error
+        self._on_end = on_end
         self.turn_lock = asyncio.Lock()
         self.name = ""
         self._num_running = 0
@@ -106,14 +101,14 @@ class CommandRunner:
         except Stopped as stopped:
             self._context.say(str(stopped))
         except KvchatError as error:
-            self._hooks.on_error(self._unshown.get(asyncio.current_task(), ""), error)
+            self._on_error(self._unshown.get(asyncio.current_task(), ""), error)
         except Exception as error:
             self._show_line()  # what is reported of it stands below
             self.report(error)
         finally:
             self._unshown.pop(asyncio.current_task(), None)
             self._num_running -= 1
-        self._hooks.on_end()
+        self._on_end()
 
     async def _run_alone(self, command: Invocation, line: str) -> None:
         """Run a command once no answer and no other such command is in progress."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvchat.chat import making_room
-from kvchat.chat.compaction import CompactionPlan, NoSummary, is_cut
+from kvchat.chat.compaction import NoSummary, is_cut
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import turn_costs
@@ -164,17 +164,14 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         if ended.reason is FinishReason.CANCELLED:
             context.say("Stopped: nothing is compacted.")
             return
-        summary = making_room.summary_in(controller, plan, ended)
+        change = making_room.take_summary(controller, plan, ended)
     except (NoSummary, ContextTooLong) as error:
         await _leave_out(context, error)
         return
-    old_branch = _old_branch(context, plan)
-    saved = making_room.compact(controller, plan, summary)
-    after = before - saved
     context.say(
-        f"Compacted: {some}{before:,} tokens became {after:,}. It cost {_reading(ended)}, and the "
-        f"next message reads the {after:,} once. All messages are kept: /undo or "
-        f"/switch {old_branch} goes back."
+        f"Compacted: {some}{before:,} tokens became {change.num_after:,}. It cost "
+        f"{_reading(ended)}, and the next message reads the {change.num_after:,} once. All "
+        f"messages are kept: /undo or /switch {change.old_branch} goes back."
     )
     context.conversation_changed()
 
@@ -190,19 +187,12 @@ async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
     if not await context.confirm(f"Leave out {oldest} instead?", for_scripts=True):
         context.say("Nothing is changed. /new begins another conversation, /rewind goes back.")
         return
-    old_branch, before = _old_branch(context, plan), len(controller.context_ids)
-    making_room.leave_out(controller, plan)
-    some, after = about(controller.host.model), len(controller.context_ids)
+    change, some = making_room.leave_out(controller, plan), about(controller.host.model)
     context.say(
-        f"Left out {oldest}: {some}{before:,} tokens became {after:,}. All messages are kept: "
-        f"/undo or /switch {old_branch} goes back."
+        f"Left out {oldest}: {some}{change.num_before:,} tokens became {change.num_after:,}. All "
+        f"messages are kept: /undo or /switch {change.old_branch} goes back."
     )
     context.conversation_changed()
-
-
-def _old_branch(context: "CommandContext", plan: CompactionPlan) -> int:
-    """Return the message that names the branch of a plan's older turns."""
-    return MessageNumbers(context.controller.require_conversation()).of(plan.messages[-1])
 
 
 def _reading(ended: AnswerEnded) -> str:

@@ -20,7 +20,7 @@ from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, 
 from kvchat.core.text import model_label, one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.command_runner import CommandRunner, RunnerHooks
+from kvchat.terminal.command_runner import CommandRunner
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import (
     StatsLevel,
@@ -87,8 +87,7 @@ class Dialogue(CommandContext):
         self._has_tools = asyncio.Event()
         if toolbox is None or toolbox.is_complete:
             self._has_tools.set()
-        hooks = RunnerHooks(self._command_failed, self._command_ended)
-        self._runner = CommandRunner(self, view, hooks)
+        self._runner = CommandRunner(self, view, self._command_failed, self._command_ended)
 
     @property
     def page(self) -> Page:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvchat.chat.decoding import AnswerParts, AnswerWatcher, Decoding
-from kvchat.chat.reply import Reply, UnsavedLedger
+from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
 from kvchat.chat.tools import ToolCall, ToolSet
@@ -120,7 +120,7 @@ def test_the_engine_ends_an_answer_where_the_reader_does(answer: Answer) -> None
         assert answer.stop in read or "</tool_call>" in read  # what is no call shows at its end
 
 
-class Remembering(UnsavedLedger):
+class Remembering(AnswerLedger):
     """Remembers what it is given."""
 
     text = ""

@@ -134,12 +134,14 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
     assert ended.usage.cached.total > plan.num_tokens - 16, "all but the request is cached"
     assert controller.context_ids == before, "asking for it changes nothing"
 
-    saved = making_room.compact(controller, plan, ended.text)
+    change = making_room.compact(controller, plan, ended.text)
 
     path = _conversation(controller).path()
     assert path[0].text == f"{OPENING}Rex is a dog."
     assert [turn.text for turn in path[2:]] == ["three", "You said three", "four", "You said four"]
-    assert saved == len(before) - len(controller.context_ids) > 200
+    after = len(controller.context_ids)
+    assert (change.num_before, change.num_after) == (len(before), after)
+    assert len(before) - after > 200
     assert [
         MessageNumbers(_conversation(controller)).of(t) for t in controller.place.user_turns
     ] == [

@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerCall, LogprobTrack, ShownToken
-from kvchat.chat.reply import Reply, UnsavedLedger
+from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
 from kvchat.chat.tools import ToolSet
@@ -41,7 +41,7 @@ def tell(
         calls,
         LogprobTrack(tokenizer),
     )
-    reply = Reply(UnsavedLedger(), [parts])
+    reply = Reply(AnswerLedger(), [parts])
     left = [TokenLogprobs(token, -float(place)) for place, token in enumerate(ids)]
     while left:
         size = rng.randint(1, 4)

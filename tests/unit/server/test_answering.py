@@ -12,7 +12,7 @@ import pytest
 from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerEnded, AnswerText, ReadingPrompt
 from kvchat.chat.prefixes import Asked
-from kvchat.chat.reply import Reply, UnsavedLedger
+from kvchat.chat.reply import AnswerLedger, Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
@@ -38,7 +38,7 @@ class Engine:
 
     def begin(self, notify: Callable[[], None]) -> Asked:
         decoding = Decoding(self.tokenizer.new_stream([]), (), starts_thinking=False)
-        self.reply = Reply(UnsavedLedger(), [decoding], notify)
+        self.reply = Reply(AnswerLedger(), [decoding], notify)
         for event in self.news:
             self.tell(event)
         session: Any = SimpleNamespace(close=lambda: None)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from kvchat.core.errors import KvchatError, UsageError
-from kvchat.terminal.command_runner import CommandRunner, RunnerHooks
+from kvchat.terminal.command_runner import CommandRunner
 from kvchat.terminal.commands import Command, CommandContext, Group, Invocation, Registry
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
@@ -41,8 +41,7 @@ class Context(ScriptCommands):
         self.stages: list[str] = []
         self.failures: list[tuple[str, str]] = []
         self.num_ended = 0
-        hooks = RunnerHooks(self._failed, self._ended)
-        self.runner = CommandRunner(self, cast(View, self.lines), hooks)
+        self.runner = CommandRunner(self, cast(View, self.lines), self._failed, self._ended)
 
     def _failed(self, line: str, error: KvchatError) -> None:
         self.failures.append((line, error.message))
