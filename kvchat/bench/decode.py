@@ -25,7 +25,7 @@ from kvchat.bench.engines import (
 )
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import Peer, Transformers, prompts_beside_peers
-from kvchat.bench.report import Figure, Result, beside_ceiling, compared
+from kvchat.bench.report import Figure, Result, beside_ceiling, compared, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.types import SamplingParams, rate
@@ -142,27 +142,11 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
     if len(rates) < 2 or not all(rates.values()):
         return []
     slope, start = statistics.linear_regression(list(rates), [1 / r for r in rates.values()])
-    weights_s = streamed_bytes(assembled) / bandwidth.read
+    weights, weights_s = "reading the weights", streamed_bytes(assembled) / bandwidth.read
     kv_s = assembled.engine.cache.kv_pool.geometry.token_bytes / bandwidth.read
     return [
-        Figure(
-            "a token, without its context",
-            start * 1e3,
-            "ms",
-            weights_s * 1e3,
-            "reading the weights",
-            start / weights_s,
-            "times that",
-        ),
-        Figure(
-            "a thousand tokens of context",
-            slope * 1e6,
-            "ms",
-            kv_s * 1e6,
-            "reading their KV",
-            slope / kv_s,
-            "times that",
-        ),
+        over("a token, without its context", start * 1e3, "ms", (weights, weights_s * 1e3)),
+        over("a thousand tokens of context", slope * 1e6, "ms", ("reading their KV", kv_s * 1e6)),
     ]
 
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 from kvchat.bench.measure import alternated
-from kvchat.bench.report import Figure, Result, compared
+from kvchat.bench.report import Figure, Result, compared, over
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.host import ChatHost
@@ -52,8 +52,7 @@ def _reread(setup: EndpointSetup) -> tuple[list[Figure], tuple[str, ...]]:
         num_before += ended.usage.completion_tokens
     num_new = max(1, num_prompt - num_generated)
     name = f"prefilled in {_NUM_TURNS} turns"
-    beside = ("new tokens", num_read / num_new, "prefilled over new")
-    return [Figure(name, num_read, "tokens", num_new, *beside)], ()
+    return [over(name, num_read, "tokens", ("new tokens", num_new), "prefilled over new")], ()
 
 
 def _first_tokens(setup: EndpointSetup, limit: int) -> list[Figure]:

@@ -18,7 +18,7 @@ from kvchat.bench.kernel_cases import (
     has_flashinfer,
 )
 from kvchat.bench.measure import Ceilings, Sample, measure_bandwidth, measure_products
-from kvchat.bench.report import Figure, Result, beside_ceiling
+from kvchat.bench.report import Figure, Result, beside_ceiling, over, times_as_fast
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import in_one_line
 from kvchat.model.device import choose_device
@@ -139,15 +139,7 @@ def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iter
 
 
 def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> Figure:
-    return Figure(
-        f"{case.name}: beside a peer",
-        ours.median * 1e6,
-        "us",
-        theirs.median * 1e6,
-        name,
-        theirs.median / ours.median,
-        "times as fast",
-    )
+    return times_as_fast(f"{case.name}: beside a peer", ours.median, theirs.median, "us", name)
 
 
 def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Iterator[Figure]:
@@ -163,16 +155,8 @@ def verifying_figures(figures: Sequence[Figure], contexts: Sequence[int]) -> Ite
         )
         if one is None or five is None:
             continue
-        yield Figure(
-            f"attention on {context:,} tokens, 5 rows",
-            five,
-            "us",
-            one,
-            "1 row",
-            five / one,
-            "times as long",
-            "1.25",
-        )
+        name = f"attention on {context:,} tokens, 5 rows"
+        yield over(name, five, "us", ("1 row", one), "times as long", "1.25")
 
 
 def _every_set(case: KernelCase, call: Callable[[int], object]) -> Callable[[], int]:

@@ -19,7 +19,7 @@ from kvchat.bench.decode import NUM_TOKENS, decode_rate
 from kvchat.bench.engines import new_engine, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.recall import NUM_FACTS, RecallText, recall, recall_texts
-from kvchat.bench.report import Figure, Result, compared
+from kvchat.bench.report import Figure, Result, compared, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.thinning import thinned
 from kvchat.bench.weights import perplexity, predictions, recorded_texts
@@ -141,7 +141,7 @@ def _agreement(ours: _Quality, plain: _Quality, texts: _Texts, beside: str) -> l
     )
     divergence = max(0.0, float(divergences(plain.logits, ours.logits).mean()))
     return [
-        Figure("perplexity of the text", mine, "", own, beside, mine / own, "times that"),
+        over("perplexity of the text", mine, "", (beside, own)),
         Figure("KL to plain KV", divergence, "nats"),
         Figure("top-1 as plain KV", 100 * same / len(plain.logits), "%"),
         *_recall_figures(ours.answers, plain.answers, beside),
@@ -181,7 +181,7 @@ def _recall_figures(ours: list[list[int]], plain: list[list[int]], beside: str) 
 
 def _token_bytes(rounded: AssembledEngine, own: AssembledEngine, beside: str) -> Figure:
     ours, plain = (each.engine.cache.kv_pool.geometry.token_bytes for each in (rounded, own))
-    return Figure("KV of a token", ours, "bytes", plain, beside, ours / plain, "times that")
+    return over("KV of a token", ours, "bytes", (beside, plain))
 
 
 def _rates(
@@ -216,4 +216,4 @@ def _perplexity(
     limit = min(each.engine.max_context for each in (rounded, own))
     texts = [text[: setup.scaled(limit)] for text in texts]
     ours, plain = (perplexity(each, texts) for each in (rounded, own))
-    return [Figure("perplexity", ours, "", plain, beside, ours / plain, "times that")], ""
+    return [over("perplexity", ours, "", (beside, plain))], ""

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Result, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
@@ -47,13 +47,11 @@ def run(setup: BenchSetup) -> Result:
             "longest": longest,
         },
         (
-            Figure(
+            over(
                 "allocated and unused",
                 waste * 100,
                 "%",
-                contiguous * 100,
-                "one contiguous cache per request",
-                waste / contiguous,
+                ("one contiguous cache per request", contiguous * 100),
                 "ours over contiguous",
                 "< 4 %",
             ),

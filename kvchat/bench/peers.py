@@ -23,13 +23,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import wait_for_device
-from kvchat.bench.report import Figure
+from kvchat.bench.report import Figure, times_as_fast
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import UsageError
 from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel, read_plain_module
 from kvchat.model.self_test import compare_with_own
+
+_AFTER_RESTART = "first token after a restart"
 
 
 class LlamaCpp:
@@ -311,7 +313,8 @@ def first_token_beside_llama_cpp(
     history = random_ids(history_len, peer.vocab_size, seed=1)
     new = random_ids(num_new, peer.vocab_size, seed=2)
     theirs_s = min(peer.state_load_s(history, new) for _ in range(3))
-    figure = _first_token(ours_s, theirs_s, "llama.cpp, its state loaded from memory", "1.5")
+    llama = "llama.cpp, its state loaded from memory"
+    figure = times_as_fast(_AFTER_RESTART, ours_s, theirs_s, "ms", llama, "1.5")
     return [figure], on_same_model(setup)
 
 
@@ -336,17 +339,5 @@ def beside_transformers(
         if not is_close:
             return [], "transformers gives another answer from its saved cache: not compared"
         note += "; one near tie was decided differently"
-    return [_first_token(ours[1], theirs_s, "transformers, its cache loaded from a file")], note
-
-
-def _first_token(ours_s: float, theirs_s: float, peer: str, must: str = "") -> Figure:
-    return Figure(
-        "first token after a restart",
-        ours_s * 1e3,
-        "ms",
-        theirs_s * 1e3,
-        peer,
-        theirs_s / ours_s,
-        "times as fast",
-        must,
-    )
+    beside = "transformers, its cache loaded from a file"
+    return [times_as_fast(_AFTER_RESTART, ours[1], theirs_s, "ms", beside)], note

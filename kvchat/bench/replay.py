@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvchat.bench.engines import complete, new_engine
 from kvchat.bench.measure import Sample
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import read_chat_model, readopt
 from kvchat.chat.conversation import Conversation, Role, Turn
@@ -81,13 +81,11 @@ def exchanges(conversation: Conversation) -> Iterator[tuple[Turn, Turn]]:
 def _figures(name: str, replayed: _Replayed, assembled: AssembledEngine) -> list[Figure]:
     turns = replayed.first_token_s
     return [
-        Figure(
+        over(
             f"{name}: prefilled in {len(turns.values)} turns",
             replayed.num_read,
             "tokens",
-            replayed.num_new,
-            "new tokens",
-            replayed.num_read / max(1, replayed.num_new),
+            ("new tokens", replayed.num_new),
             "prefilled over new",
             f"+{assembled.engine.cache.block_size} a turn",
         ),

@@ -5,6 +5,7 @@ The files are named after the measured device.
 
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -45,6 +46,21 @@ class Figure:
     spread: float | None = None
 
 
+def over(
+    name: str,
+    value: float,
+    unit: str,
+    other: tuple[str, float],
+    ratio_name: str = "times that",
+    must: str = "",
+    spread: float | None = None,
+) -> Figure:
+    """Return a value beside another one in the same unit, which has a name, and their ratio."""
+    beside_name, beside = other
+    ratio = value / beside if beside else math.nan
+    return Figure(name, value, unit, beside, beside_name, ratio, ratio_name, must, spread)
+
+
 def compared(
     name: str,
     ours: Sample,
@@ -58,10 +74,16 @@ def compared(
 
     Samples in "ms", "us", "GB/s" and "TFLOP/s" are in seconds, bytes and FLOP a second.
     """
-    mine, other, scale = ours.median, theirs.median, _SCALES.get(unit, 1.0)
-    ratio = mine / other
-    beside = (other * scale, beside_name, ratio, ratio_name, must)
-    return Figure(name, mine * scale, unit, *beside, ours.spread)
+    mine, other = (each.median * _SCALES.get(unit, 1.0) for each in (ours, theirs))
+    return over(name, mine, unit, (beside_name, other), ratio_name, must, ours.spread)
+
+
+def times_as_fast(
+    name: str, ours_s: float, theirs_s: float, unit: str, theirs: str, must: str = ""
+) -> Figure:
+    """Return our seconds in `unit` beside those of `theirs`, and how many of ours these are."""
+    ours, beside, ratio = ours_s * _SCALES[unit], theirs_s * _SCALES[unit], theirs_s / ours_s
+    return Figure(name, ours, unit, beside, theirs, ratio, "times as fast", must)
 
 
 def beside_ceiling(
@@ -71,10 +93,8 @@ def beside_ceiling(
 
     Rates in "GB/s" and "TFLOP/s" are in bytes and FLOP a second.
     """
-    most_name, most = ceiling
-    scale, share = _SCALES[unit], rate / most
-    beside = (most * scale, most_name, share, "of that")
-    return Figure(name, rate * scale, unit, *beside, spread=spread)
+    scale, (most_name, most) = _SCALES[unit], ceiling
+    return over(name, rate * scale, unit, (most_name, most * scale), "of that", spread=spread)
 
 
 @dataclass(frozen=True, slots=True)

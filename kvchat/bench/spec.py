@@ -18,7 +18,7 @@ import torch
 from kvchat.bench.engines import complete_requests, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.replay import exchanges
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.spec_texts import CATEGORIES
 from kvchat.chat.chat_model import ChatModel, read_chat_model, readopt
@@ -296,28 +296,11 @@ def _figures(name: str, passes: Sequence[_Pass], must: str) -> list[Figure]:
     drafted = sum(p.on.num_drafted for p in passes)
     accepted = sum(p.on.num_accepted for p in passes)
     verified = sum(p.on.num_verified for p in passes)
+    beside = ("without drafts", gain, "times plain")
+    costs = ("predicted from step costs", predicted)
     figures = [
-        Figure(
-            name,
-            on.median,
-            "tokens/s",
-            off.median,
-            "without drafts",
-            gain,
-            "times plain",
-            must,
-            on.spread,
-        ),
-        Figure(
-            f"{name}: gain",
-            gain,
-            "x",
-            predicted,
-            "predicted from step costs",
-            gain / predicted,
-            "measured over predicted",
-            "0.9",
-        ),
+        Figure(name, on.median, "tokens/s", off.median, *beside, must, on.spread),
+        over(f"{name}: gain", gain, "x", costs, "measured over predicted", "0.9"),
     ]
     if drafted:
         share, length = 100 * accepted / drafted, 1 + accepted / verified

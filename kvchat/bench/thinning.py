@@ -6,7 +6,6 @@ which the last token and the answer are computed over what is left. H2O generate
 token, and then the questions, one after another.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from kvchat.bench.decode import NUM_TOKENS
 from kvchat.bench.engines import GREEDY, complete_requests, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.recall import NUM_FACTS, RecallText
-from kvchat.bench.report import Figure
+from kvchat.bench.report import Figure, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.keeping import kept_positions
 from kvchat.core.text import Size
@@ -156,17 +155,7 @@ def _rates(setup: BenchSetup, own: AssembledEngine) -> list[Figure]:
         over_less, over_all = (partial(_rate, engine, prompt, each) for each in (budget, None))
         ours, plain = alternated(over_less, over_all, setup.repeats)
         name = f"SnapKV {share:.0%}: context {length:,}"
-        figures.append(
-            Figure(
-                name,
-                ours.median,
-                "tokens/s",
-                plain.median,
-                "all KV",
-                ours.median / plain.median if plain.median else math.nan,
-                "times that",
-            )
-        )
+        figures.append(compared(name, ours, plain, "tokens/s", "all KV"))
     return figures
 
 

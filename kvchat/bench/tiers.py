@@ -16,7 +16,7 @@ import torch
 
 from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated, wait_for_device
-from kvchat.bench.report import Figure, Result, compared
+from kvchat.bench.report import Figure, Result, compared, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
@@ -55,17 +55,8 @@ def host_figures(
 def _rate(
     name: str, num_bytes: int, ours: Sample, plain: Sample, beside: str, must: str = ""
 ) -> Figure:
-    return Figure(
-        name,
-        num_bytes / ours.median / 1e9,
-        "GB/s",
-        num_bytes / plain.median / 1e9,
-        beside,
-        plain.median / ours.median,
-        "of that",
-        must,
-        ours.spread,
-    )
+    mine, other = (num_bytes / each.median / 1e9 for each in (ours, plain))
+    return over(name, mine, "GB/s", (beside, other), "of that", must, ours.spread)
 
 
 class _Host:
@@ -275,13 +266,11 @@ def _chats(setup: BenchSetup, assembled: AssembledEngine, directory: Path) -> li
         compared(
             "a chat with the disk on", on, without, "ms", "with the disk off", "on over off", "1.05"
         ),
-        Figure(
+        over(
             "written",
             num_written / 1e6,
             "MB",
-            num_new / 1e6,
-            "of new KV in full blocks",
-            num_written / num_new,
+            ("of new KV in full blocks", num_new / 1e6),
             "written over new",
             "1.1",
         ),

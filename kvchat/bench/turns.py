@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.peers import Transformers
-from kvchat.bench.report import Figure, Result, compared
+from kvchat.bench.report import Figure, Result, compared, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.engine.assembly import AssembledEngine
 
@@ -45,16 +45,9 @@ class _Chat:
 
 def _reread(assembled: AssembledEngine) -> Figure:
     chat = _chat(assembled)
-    return Figure(
-        f"prefilled in {_NUM_TURNS} turns",
-        chat.num_read,
-        "tokens",
-        chat.num_new,
-        "new tokens",
-        chat.num_read / chat.num_new,
-        "prefilled over new",
-        f"+{assembled.engine.cache.block_size} a turn",
-    )
+    name, most = f"prefilled in {_NUM_TURNS} turns", f"+{assembled.engine.cache.block_size} a turn"
+    new = ("new tokens", chat.num_new)
+    return over(name, chat.num_read, "tokens", new, "prefilled over new", most)
 
 
 def _chat(assembled: AssembledEngine) -> _Chat:

@@ -16,7 +16,7 @@ from kvchat.bench.engines import complete, kv_of_a_text, new_engine
 from kvchat.bench.measure import Sample
 from kvchat.bench.peers import LlamaCpp, without_llama_cpp
 from kvchat.bench.replay import longest
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, over
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import read_chat_model, readopt
 from kvchat.chat.session_file import read_session
@@ -61,17 +61,7 @@ def run(setup: BenchSetup) -> Result:
         notes += [f"{form}: {note}" for note in assembled.loaded.notes if form in note]
         for name, (value, unit) in _measured(setup, assembled, texts).items():
             first.setdefault(name, value)
-            figures.append(
-                Figure(
-                    f"{form}: {name}",
-                    value,
-                    unit,
-                    first[name],
-                    "auto",
-                    value / first[name],
-                    "over auto",
-                )
-            )
+            figures.append(over(f"{form}: {name}", value, unit, ("auto", first[name]), "over auto"))
         figures += _agreement(form, assembled, texts, exact)
         if setup.gguf is not None and source is not setup.source:
             ours = next(f.value for f in figures if f.name == f"{form}: perplexity")
@@ -134,7 +124,7 @@ def _beside_llama_cpp(gguf: Path, ours: float, texts: list[list[int]]) -> list[F
         return []
     theirs = LlamaCpp(gguf, torch.get_num_threads(), max(map(len, texts))).perplexity(texts)
     name = f"{gguf.stem}: perplexity by llama.cpp"
-    return [Figure(name, theirs, "", ours, "kvchat", theirs / ours, "over kvchat")]
+    return [over(name, theirs, "", ("kvchat", ours), "over kvchat")]
 
 
 def _weight_bytes(assembled: AssembledEngine) -> int:
