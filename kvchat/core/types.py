@@ -351,8 +351,9 @@ def rate(count: int, seconds: float) -> float:
 Fact = object
 
 
-class Memory(Protocol):
-    """Facts by kind and key. Any thread may use it, and several processes may share it.
+class Memory:
+    """Facts by kind and key; this one remembers nothing: for incognito chats, and where nothing may
+    be written. Any thread may use it, and several processes may share it.
 
     Its methods raise nothing: a fact that cannot be read is None, one that cannot be stored is
     lost.
@@ -360,6 +361,7 @@ class Memory(Protocol):
 
     def get(self, kind: str, key: str) -> Fact:
         """Return a fact, None if there is none."""
+        return None
 
     def set(self, kind: str, key: str, fact: Fact) -> None:
         """Store a fact in place of an earlier one."""
@@ -368,17 +370,4 @@ class Memory(Protocol):
         """Store what `change` makes of a fact; no other process writes that fact meanwhile."""
 
 
-class NoMemory:
-    """Remembers nothing: for incognito chats, and where nothing may be written."""
-
-    def get(self, kind: str, key: str) -> Fact:
-        return None
-
-    def set(self, kind: str, key: str, fact: Fact) -> None:
-        """Does nothing."""
-
-    def update(self, kind: str, key: str, change: Callable[[Fact], Fact]) -> None:
-        """Does nothing."""
-
-
-NO_MEMORY = NoMemory()
+NO_MEMORY = Memory()

@@ -6,7 +6,7 @@ Each block takes source text and returns rows; every row is returned once and is
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -80,7 +80,24 @@ def begins_code(text: str) -> bool:
 
 
 @dataclass(slots=True)
-class Verbatim:
+class Block:
+    """A block whose source is still arriving."""
+
+    def settle(self, ctx: RenderContext) -> list[Row]:
+        """Return the rows that later text cannot change, and drop them here."""
+        return []
+
+    def close(self, ctx: RenderContext) -> list[Row]:
+        """Return the remaining rows, at the end of the block."""
+        return []
+
+    def copy(self) -> Self:
+        """Return an independent block in the same state, for a look ahead."""
+        return replace(self)
+
+
+@dataclass(slots=True)
+class Verbatim(Block):
     """A block of such lines. Each is given as soon as it is complete, and is not wrapped.
 
     has_head  a line of code began it; without one, every line is indented
@@ -116,15 +133,6 @@ class Verbatim:
         self.num_blank = 0
         return [*rows, ctx.painter.text(line, Role.PLAIN if self.closer else Role.CODE)]
 
-    def settle(self, ctx: RenderContext) -> list[Row]:
-        return []
-
-    def close(self, ctx: RenderContext) -> list[Row]:
-        return []
-
-    def copy(self) -> "Verbatim":
-        return replace(self)
-
 
 def verbatim(line: str) -> Verbatim | None:
     """Return the block that a line begins, None for running text."""
@@ -140,21 +148,8 @@ def verbatim(line: str) -> Verbatim | None:
 _MAX_RULE_COLUMNS = 48
 
 
-class Block(Protocol):
-    """A block whose source is still arriving."""
-
-    def settle(self, ctx: RenderContext) -> list[Row]:
-        """Return the rows that later text cannot change, and drop them here."""
-
-    def close(self, ctx: RenderContext) -> list[Row]:
-        """Return the remaining rows, at the end of the block."""
-
-    def copy(self) -> "Block":
-        """Return an independent block in the same state, for a look ahead."""
-
-
 @dataclass(slots=True)
-class Paragraph:
+class Paragraph(Block):
     """Running text. `source` is what of it has not been given yet.
 
     `may_be_header` while its only line could turn out to be a table's first.
@@ -184,9 +179,6 @@ class Paragraph:
             return []
         text = _parse(source, ctx).text(ctx.painter)
         return ctx.painter.wrap(text, ctx.width)
-
-    def copy(self) -> "Paragraph":
-        return replace(self)
 
 
 def _parse(source: str, ctx: RenderContext) -> Inline:
@@ -225,7 +217,7 @@ def rule(ctx: RenderContext, label: str = "") -> list[Row]:
 
 
 @dataclass(slots=True)
-class Fence:
+class Fence(Block):
     """A code block. Every line is given as soon as it is complete, and is not wrapped.
 
     `mark` opened it; `indent` columns of white space belong to the block, not to the code.
@@ -257,15 +249,12 @@ class Fence:
         line = line[min(indent, self.indent) :]
         return [self.code.add(line)]
 
-    def settle(self, ctx: RenderContext) -> list[Row]:
-        return []
-
     def close(self, ctx: RenderContext) -> list[Row]:
         if ctx.painter.look.is_spoken:
             return [ctx.painter.text("End of code.")]
         return rule(ctx)
 
-    def copy(self) -> "Fence":
+    def copy(self) -> Self:
         return replace(self, code=self.code.copy() if self.code is not None else None)
 
 
@@ -279,13 +268,10 @@ def is_delimiter_row(line: str) -> bool:
 
 
 @dataclass(slots=True)
-class MarkdownTable:
+class MarkdownTable(Block):
     """A table; its rows wait until it is complete, because a later row may widen a column."""
 
     lines: list[str]
-
-    def settle(self, ctx: RenderContext) -> list[Row]:
-        return []
 
     def close(self, ctx: RenderContext) -> list[Row]:
         header, delimiter, *body = [_cells(line) for line in self.lines]
@@ -303,8 +289,8 @@ class MarkdownTable:
             table.add_row(*(_cell_text(cell, ctx) for cell in cells))
         return painter.lay_out(table, ctx.width)
 
-    def copy(self) -> "MarkdownTable":
-        return MarkdownTable(list(self.lines))
+    def copy(self) -> Self:
+        return replace(self, lines=list(self.lines))
 
 
 def _cells(line: str) -> list[str]:

@@ -40,18 +40,21 @@ def local_tools(directory: Path, allowed_secrets: Collection[str] = ()) -> list[
     return [ReadFile(root), ListFiles(root), SearchFiles(root), command]
 
 
-class ReadFile:
-    name = "read_file"
+class _OfFiles:
     is_allowed_by_call = False
+
+    def __init__(self, root: WorkingDirectory) -> None:
+        self._root = root
+
+
+class ReadFile(_OfFiles):
+    name = "read_file"
     description = "Read a text file below the working directory."
     parameters = schema_of(
         ("path",),
         path=("string", "the file, relative to the working directory"),
         first_line=("integer", "the line to begin with; 1 is the first"),
     )
-
-    def __init__(self, root: WorkingDirectory) -> None:
-        self._root = root
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         name = arguments["path"]
@@ -63,18 +66,14 @@ class ReadFile:
         return "\n".join([*shown, *more])
 
 
-class ListFiles:
+class ListFiles(_OfFiles):
     name = "list_files"
-    is_allowed_by_call = False
     description = "List the files below a directory, by a pattern such as *.py."
     parameters = schema_of(
         (),
         path=("string", "the directory; the working directory if it is missing"),
         pattern=("string", "only names like this; all if it is missing"),
     )
-
-    def __init__(self, root: WorkingDirectory) -> None:
-        self._root = root
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         names: list[str] = []
@@ -91,9 +90,8 @@ class ListFiles:
         return "\n".join([*names, *more]) or "There is no such file."
 
 
-class SearchFiles:
+class SearchFiles(_OfFiles):
     name = "search_files"
-    is_allowed_by_call = False
     description = "Find the lines that contain a text, in files below a directory."
     parameters = schema_of(
         ("text",),
@@ -101,9 +99,6 @@ class SearchFiles:
         path=("string", "the directory; the working directory if it is missing"),
         pattern=("string", "only in files with names like this"),
     )
-
-    def __init__(self, root: WorkingDirectory) -> None:
-        self._root = root
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         wanted = str(arguments["text"]).lower()

@@ -10,12 +10,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvchat.tools.toolbox import MOST_RESULT_CHARS, ToolFailed, schema_of
-
-if TYPE_CHECKING:
-    import subprocess
 
 # The environment of commands has no secrets, which keeps them out of what a command prints or
 # passes on. A command that looks for them finds them all the same: it runs as the user, who may
@@ -119,9 +116,8 @@ def start_shell(
 def end_all(process: "subprocess.Popen[bytes]") -> int:
     """End a command and all its descendants; return how many of them go on all the same."""
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(
-            process.pid, signal.SIGSTOP
-        )  # it starts no others meanwhile, and stays their parent
+        # It starts no others meanwhile, and stays their parent.
+        os.kill(process.pid, signal.SIGSTOP)
     deadline_s = time.monotonic() + _END_S
     while (alive := list(_descendants(process.pid))) and time.monotonic() < deadline_s:
         for pid in alive:

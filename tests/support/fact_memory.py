@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable
 
-from kvchat.core.types import Fact
+from kvchat.core.types import Fact, Memory
 
 
-class FactMemory:
+class FactMemory(Memory):
     """Keeps facts as JSON text in `texts`, by kind and key, as a disk would."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from kvchat.cache.disk.db import LOCK_NAME, StoreLock
 from kvchat.cache.disk.table import is_passing
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import private_database, private_directory
-from kvchat.core.types import Fact
+from kvchat.core.types import Fact, Memory
 
 if TYPE_CHECKING:
     from diskcache import Cache
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 2.0
 
 
-class DiskMemory:
+class DiskMemory(Memory):
     """The memory in `state_directory`; see Memory. It waits up to `patience_s` for other processes.
 
     The directory of the table is made with mode 0700, its files with 0600. A link in its place, or

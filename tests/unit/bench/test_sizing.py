@@ -15,7 +15,7 @@ from kvchat.cli.sizing import Fit, PlanRequest, fit_of, in_order, run_fit, run_p
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
 from kvchat.core.text import Size
-from kvchat.core.types import Fact, NoMemory
+from kvchat.core.types import Fact, Memory
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.sizing import (
     AlikeLayers,
@@ -176,7 +176,7 @@ def test_predictions_are_within_a_quarter_of_what_was_measured(
         assert SPEED.decode_rate(size, context + 32) == pytest.approx(answer, rel=0.25)
 
 
-class OneMemory(NoMemory):
+class OneMemory(Memory):
     def __init__(self) -> None:
         self.facts: dict[tuple[str, str], Fact] = {}
 

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 from kvchat.bench.traces.records import read_trace
-from kvchat.core.types import CachedTokens, Fact, Memory, NoMemory, Timing, Usage
+from kvchat.core.types import CachedTokens, Fact, Memory, Timing, Usage
 from kvchat.engine.request_trace import BLOCK_TOKENS, RequestTrace
 
 TIMING = Timing(ttft_s=0.25, total_s=2.0)
 USAGE = Usage(prompt_tokens=600, cached=CachedTokens(device=256, disk=256), completion_tokens=40)
 
 
-class OneMemory(NoMemory):
+class OneMemory(Memory):
     """A memory of one process."""
 
     def __init__(self) -> None:
