@@ -56,50 +56,23 @@ class BenchSetup:
         return max(32, length // 32) if self.is_quick else length
 
 
-_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _llama(*sizes: int, **others: int) -> dict[str, Any]:
+    """Return the configuration of a model of these `_SIZES`."""
+    llama = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    return {**llama, **dict(zip(_SIZES, sizes, strict=True)), **others}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    # Small, for tests of the benchmarks.
-    "tiny": {
-        **_LLAMA,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 16384,
-    },
-    "0.4b": {
-        **_LLAMA,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 16384,
-    },
-    "135m": {
-        **_LLAMA,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-    },
-    "8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
+    "tiny": _llama(64, 128, 2, 4, 2, 512, 16384),  # for tests of the benchmarks
+    "0.4b": _llama(896, 4864, 24, 14, 2, 32000, 16384),
+    "135m": _llama(576, 1536, 30, 9, 3, 49152, 8192),
+    "8b": _llama(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128),
 }
 
 

@@ -37,69 +37,40 @@ class LeftOutNotes:
 
 # What other servers call a field of ours.
 _ALIASES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
+
+
+def _none(*names: str) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(names, ())
+
+
 # Each would change the answer, but for these values and what is null, false, 0 or empty.
 _CHANGING: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
-    "functions": (),
+    **_none("functions", "audio", "prediction", "web_search_options"),
     "function_call": ("auto", "none"),
-    "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
     # vLLM
-    "use_beam_search": (),
+    **_none("use_beam_search", "early_stopping", "include_stop_str_in_output"),
+    **_none("truncate_prompt_tokens", "return_tokens_as_token_ids", "allowed_token_ids"),
+    **_none("bad_words", "documents", "chat_template", "guided_grammar"),
+    **_none("guided_whitespace_pattern", "structural_tag", "logits_processors", "vllm_xargs"),
+    **_none("repetition_detection", "prompt_embeds"),
     "length_penalty": (1,),
-    "early_stopping": (),
-    "include_stop_str_in_output": (),
-    "truncate_prompt_tokens": (),
-    "return_tokens_as_token_ids": (),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "documents": (),
-    "chat_template": (),
-    "guided_grammar": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "logits_processors": (),
-    "vllm_xargs": (),
-    "repetition_detection": (),
     "thinking_token_budget": (-1,),
-    "prompt_embeds": (),
     # llama.cpp
+    **_none("n_discard", "n_indent", "n_probs", "dynatemp_range", "dry_multiplier"),
+    **_none("xtc_probability", "mirostat", "min_keep", "grammar", "samplers", "lora"),
+    **_none("response_fields", "input_prefix"),
     "n_keep": (-1,),
-    "n_discard": (),
-    "n_indent": (),
-    "n_probs": (),
     "t_max_predict_ms": (-1,),
-    "dynatemp_range": (),
     "typical_p": (1,),
-    "dry_multiplier": (),
-    "xtc_probability": (),
-    "mirostat": (),
     "top_n_sigma": (-1,),
-    "min_keep": (),
-    "grammar": (),
-    "samplers": (),
-    "lora": (),
-    "response_fields": (),
     "reasoning_format": ("auto", "deepseek"),
-    "input_prefix": (),
     # Ollama
-    "options": (),
-    "format": (),
-    "raw": (),
-    "template": (),
-    "context": (),
-    "images": (),
+    **_none("options", "format", "raw", "template", "context", "images"),
     # SGLang, TGI, OpenRouter
-    "ebnf": (),
-    "stop_regex": (),
-    "no_stop_trim": (),
-    "lora_path": (),
-    "custom_logit_processor": (),
-    "watermark": (),
-    "top_a": (),
-    "plugins": (),
+    **_none("ebnf", "stop_regex", "no_stop_trim", "lora_path", "custom_logit_processor"),
+    **_none("watermark", "top_a", "plugins"),
 }
 # These change it where they are false.
 _CHANGING_IF_FALSE = ("skip_special_tokens", "parse_tool_calls", "separate_reasoning", "do_sample")
@@ -122,9 +93,7 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
     },
     "responses": {
         "response_format": "text.format",
-        "n": "",
-        "stop": "",
-        "stop_sequences": "",
+        **dict.fromkeys(("n", "stop", "stop_sequences"), ""),
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",
@@ -133,13 +102,9 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
     },
     "messages": {
         "response_format": "output_config.format",
-        "n": "",
         "stop": "stop_sequences",
-        "logit_bias": "",
-        "presence_penalty": "",
-        "frequency_penalty": "",
-        "logprobs": "",
-        "top_logprobs": "",
+        **dict.fromkeys(("n", "logit_bias", "presence_penalty", "frequency_penalty"), ""),
+        **dict.fromkeys(("logprobs", "top_logprobs"), ""),
         "input": "messages",
         "instructions": "system",
         "max_completion_tokens": "max_tokens",
