@@ -38,25 +38,15 @@ def run(setup: BenchSetup) -> Result:
     totals = _run_counting(assembled.engine, longest + 64)
     waste = 1 - totals.used / totals.allocated
     contiguous = 1 - totals.used / totals.contiguous
-    return Result(
-        "memory",
-        {
-            "model": setup.source.name,
-            "block_size": setup.cache.block_size,
-            "requests": _NUM_REQUESTS,
-            "longest": longest,
-        },
-        (
-            over(
-                "allocated and unused",
-                waste * 100,
-                "%",
-                ("one contiguous cache per request", contiguous * 100),
-                "ours over contiguous",
-                "< 4 %",
-            ),
-        ),
-    )
+    other = ("one contiguous cache per request", contiguous * 100)
+    name, ratio = "allocated and unused", "ours over contiguous"
+    settings = {
+        "model": setup.source.name,
+        "block_size": setup.cache.block_size,
+        "requests": _NUM_REQUESTS,
+        "longest": longest,
+    }
+    return Result("memory", settings, (over(name, waste * 100, "%", other, ratio, "< 4 %"),))
 
 
 def _run_counting(engine: Engine, max_length: int) -> _Totals:

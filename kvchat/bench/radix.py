@@ -27,20 +27,11 @@ def run(setup: BenchSetup) -> Result:
         return Result("radix", {}, refusal=f"{found} of {len(prompt)} tokens were found")
     match = timed(lambda: tree.match(encode_ids(prompt)), max(20, setup.repeats * 4))
     packing = timed(lambda: encode_ids(prompt), max(20, setup.repeats * 4))
+    beside = "packing the ids alone"
     return Result(
         "radix",
         {"block_size": block_size, "blocks": tree.num_blocks, "prompt_tokens": len(prompt)},
-        (
-            compared(
-                "match",
-                match,
-                packing,
-                "ms",
-                "packing the ids alone",
-                "match over packing",
-                "5 ms",
-            ),
-        ),
+        (compared("match", match, packing, "ms", beside, "match over packing", "5 ms"),),
     )
 
 

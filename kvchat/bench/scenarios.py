@@ -24,15 +24,7 @@ def scenario(name: str) -> Scenario:
 # The scenarios that run by default. Of the others `replay` and `weights` need recordings, `kernels`
 # needs a GPU, `equality`, `clients` and `concurrency` are slow; `kv` compares with what few choose.
 DEFAULT_NAMES = (
-    "turns",
-    "resume",
-    "decode",
-    "prefill",
-    "spec",
-    "tiers",
-    "radix",
-    "memory",
-    "startup",
-    "cold",
+    *("turns", "resume", "decode", "prefill", "spec"),
+    *("tiers", "radix", "memory", "startup", "cold"),
 )
 NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality", "clients", "concurrency", "kv")

@@ -1,21 +1,26 @@
-"""`kvchat cache`: shows, verifies and deletes the KV on disk, without loading a model."""
+"""`kvchat cache`: shows, verifies, copies and deletes KV on disk, without loading a model."""
 
 import json
 import math
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.chat.why import Times, dated, missing
-from kvchat.cli.build import session_store, store_admin
-from kvchat.cli.lines import confirm
+from kvchat.cli.build import context_copier, session_store, store_admin
+from kvchat.cli.lines import confirm, print_line
 from kvchat.cli.settings import Settings
-from kvchat.core.errors import ExitCode, UsageError
+from kvchat.core.errors import ExitCode, SessionNotFound, UsageError
 from kvchat.core.stats import StoreStatus
-from kvchat.core.text import one_line
-from kvchat.core.types import MissReason
+from kvchat.core.text import format_bytes, one_line
+from kvchat.core.types import MissReason, TokenIds
 from kvchat.terminal import cache_lines, warmth
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 from kvchat.terminal.wrap import columns_of, told_rows
+
+if TYPE_CHECKING:
+    from kvchat.cache.shared.copying import Copy
 
 _HANGING = 4  # more than the lines of a list are indented
 
@@ -129,3 +134,63 @@ def _object(status: StoreStatus) -> dict[str, object]:
 
 def _print(lines: list[str]) -> None:
     sys.stdout.write(told_rows("\n".join(lines), sys.stdout, _HANGING) + "\n")
+
+
+# KV to the shared cache and back
+
+
+def push(settings: Settings, text: str) -> None:
+    """Copy the KV of a pin or a conversation to the shared cache, and say what it weighs."""
+    name, ids, _ = _context(settings, text)
+    _print_end(context_copier(settings).push(name, ids, _teller()), "to the shared cache")
+
+
+def pull(settings: Settings, text: str, only_price: bool) -> None:
+    """Copy the KV of a pin or a conversation from the shared cache, or only say what it weighs."""
+    name, ids, model = _context(settings, text)
+    goes_on = _print_price if only_price else _teller()
+    copied = context_copier(settings).pull(name, ids, model, goes_on)
+    if not only_price or copied.num_there == copied.num_tokens:
+        _print_end(copied, "to the disk")
+
+
+def _context(settings: Settings, text: str) -> tuple[str, TokenIds | None, str]:
+    """Return a context's name, its token ids and its model; no ids for what is no conversation."""
+    store = session_store(settings)
+    try:
+        session_id = store.find(text)
+    except SessionNotFound:
+        return text, None, ""
+    read = store.read(session_id)
+    return session_id, read.conversation.context_ids(), read.model
+
+
+def _teller() -> "Callable[[Copy], bool]":
+    """Return what says on a terminal how much is left, once a pack."""
+
+    def tell(copy: "Copy") -> bool:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{_price(copy)} left")
+            sys.stderr.flush()
+        return True
+
+    return tell
+
+
+def _print_price(copy: "Copy") -> bool:
+    print_line(f"{copy.num_tokens:,} tokens, {_price(copy)} to copy; {copy.num_there:,} are there.")
+    return False
+
+
+def _price(copy: "Copy") -> str:
+    seconds = f", {copy.seconds:.1f} s" if copy.seconds is not None else ""
+    return f"{format_bytes(copy.num_bytes)}{seconds}"
+
+
+def _print_end(copy: "Copy", where: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    if not copy.num_bytes:
+        print_line(f"All {copy.num_there:,} tokens are there already.")
+        return
+    print_line(f"{copy.num_there:,} tokens are there; {_price(copy)} went {where}.")

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvchat import __version__
 from kvchat.cache.disk.quota import nearest_existing
@@ -27,9 +26,6 @@ from kvchat.core.paths import private_directory, require_working_directory
 from kvchat.core.text import format_bytes
 from kvchat.terminal.cache_lines import used_of_limit
 from kvchat_kernels.cpu.level import CPU_VARIABLE
-
-if TYPE_CHECKING:
-    pass
 
 _LOW_SPACE_BYTES = 1 << 30
 

@@ -11,7 +11,7 @@ from kvchat.chat.saved_chats import saved_contexts
 from kvchat.chat.surroundings import TO_A_REAL_MODEL
 from kvchat.cli.build import memory_of, session_store, settings_of, store_admin, user_paths
 from kvchat.cli.lines import confirm, print_line, say
-from kvchat.cli.model_names import aliases, model_directories, set_alias, whole_name
+from kvchat.cli.model_names import aliases, aliases_if_any, model_directories, set_alias, whole_name
 from kvchat.cli.settings import Settings, name_to_keep
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.text import format_bytes, one_line
@@ -26,11 +26,7 @@ def list_models(flags: Mapping[str, Any]) -> None:
     """Print every model on this machine, one a line: format, size, place, conversations."""
     settings = settings_of(dict(flags))
     used, directories = UsedModels(memory_of(settings)), model_directories(settings)
-    try:
-        named = aliases()
-    except KvchatError:  # the list goes on without them
-        named = {}
-    lines = model_lines(used.read(), directories, named, _warm(settings))
+    lines = model_lines(used.read(), directories, aliases_if_any(), _warm(settings))
     for line in lines:
         print_line(line)
     if len(lines) == 1:

@@ -91,19 +91,19 @@ def surroundings_of(settings: Settings) -> "Surroundings":
     def lines() -> list[str]:
         from kvchat.model.checkpoint.local_models import model_lines
 
-        return model_lines(used.read(), model_directories(settings), _aliases_if_any())
+        return model_lines(used.read(), model_directories(settings), aliases_if_any())
 
     def names() -> list[str]:
         from kvchat.model.checkpoint.local_models import short_names
 
-        return [*_aliases_if_any(), *short_names(used.read(), model_directories(settings))]
+        return [*aliases_if_any(), *short_names(used.read(), model_directories(settings))]
 
     presets = Presets(user_paths().config.with_name("presets"))
     state = None if settings["incognito"] else user_paths().state / "projects.json"
     return Surroundings(lines, names, presets, ProjectFile(Path.cwd(), state))
 
 
-def _aliases_if_any() -> dict[str, str]:
+def aliases_if_any() -> dict[str, str]:
     """Return the aliases; none where their file cannot be read: lists go on without them."""
     try:
         return aliases()

@@ -31,21 +31,8 @@ _PATIENCE_S = 30.0
 # What decides which answers an engine gives, and which KV it keeps; _PLACES may be paths.
 _PLACES = ("model", "adapter", "draft", "cache_dir")
 _SAME = (
-    "spec",
-    "device",
-    "dtype",
-    "weights",
-    "kv_dtype",
-    "block_size",
-    "threads",
-    "device_cache",
-    "host_cache",
-    "disk_cache",
-    "shared_cache",
-    "share",
-    "prefill_at",
-    "max_context",
-    "cache",
+    *("spec", "device", "dtype", "weights", "kv_dtype", "block_size", "threads", "device_cache"),
+    *("host_cache", "disk_cache", "shared_cache", "share", "prefill_at", "max_context", "cache"),
     "graphs",
 )
 

@@ -17,24 +17,11 @@ from kvchat.core.parameters import BY_NAME, OF_KV
 
 if TYPE_CHECKING:
     from kvchat.chat.store import SessionStore
-    from kvchat.cli import (
-        build,
-        cache,
-        cache_copies,
-        config,
-        model_lists,
-        models,
-        presets,
-        sessions,
-        sizing,
-    )
+    from kvchat.cli import build, cache, config, model_lists, models, presets, sessions, sizing
 else:  # a command's modules are imported when it runs
-    _OF_COMMANDS = (
-        *("build", "cache", "cache_copies", "config", "model_lists", "models", "presets"),
-        *("sessions", "sizing"),
-    )
-    build, cache, cache_copies, config, model_lists, models, presets, sessions, sizing = (
-        made_at_use(partial(import_module, f"kvchat.cli.{name}")) for name in _OF_COMMANDS
+    _NAMES = ("build", "cache", "config", "model_lists", "models", "presets", "sessions", "sizing")
+    build, cache, config, model_lists, models, presets, sessions, sizing = (
+        made_at_use(partial(import_module, f"kvchat.cli.{name}")) for name in _NAMES
     )
 
 
@@ -243,7 +230,7 @@ _Copied = Annotated[
 @cache_app.command("push")
 def cache_push(context: typer.Context, name: _Copied) -> None:
     """Copy the KV of a pin or a conversation from the disk to --shared-cache."""
-    cache_copies.push(build.settings_of(context.obj), name)
+    cache.push(build.settings_of(context.obj), name)
 
 
 @cache_app.command("pull")
@@ -253,7 +240,7 @@ def cache_pull(
     price: Annotated[bool, typer.Option("--price", help="only say how much it is")] = False,
 ) -> None:
     """Copy the KV of a pin or a conversation from --shared-cache to the disk."""
-    cache_copies.pull(build.settings_of(context.obj), name, price)
+    cache.pull(build.settings_of(context.obj), name, price)
 
 
 @cache_app.command("path")

@@ -30,17 +30,8 @@ T = TypeVar("T")
 
 # The commands of every day, in the order of use.
 DAILY = (
-    "help",
-    "retry",
-    "edit",
-    "undo",
-    "new",
-    "resume",
-    "file",
-    "model",
-    "system",
-    "tree",
-    "exit",
+    *("help", "retry", "edit", "undo", "new", "resume"),
+    *("file", "model", "system", "tree", "exit"),
 )
 
 # A path, or a comment of a programming language.

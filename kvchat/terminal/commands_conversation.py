@@ -419,7 +419,7 @@ COMMANDS = (
         "[md|html|json|jsonl] [PATH]",
         ("save",),
         argument=Argument.PATH,
-        subcommands=("md", "json", "jsonl"),
+        subcommands=documents.KINDS,
     ),
     Command(import_, Group.CONVERSATION, "PATH", argument=Argument.PATH),
 )
