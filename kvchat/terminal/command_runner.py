@@ -94,10 +94,10 @@ class CommandRunner:
 
     async def _carry_out(self, command: Invocation, line: str) -> None:
         try:
-            if command.command.is_available_while_answering:
-                await self._run(command, line)
-            else:
+            if command.command.takes_turn:
                 await self._run_alone(command, line)
+            else:
+                await self._run(command, line)
         except Stopped as stopped:
             self._context.say(str(stopped))
         except KvchatError as error:

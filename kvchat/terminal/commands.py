@@ -70,15 +70,15 @@ class Argument(StrEnum):
 class Command:
     """One command: `run` receives the context and the text typed after the name.
 
-    It has the name of `run`, and its help is the docstring. `subcommands` are words that completion
-    offers as the first argument.
+    It has the name of `run`, and its help is the docstring. One that `takes_turn` waits for answers
+    and other such commands. `subcommands` are words that completion offers as the first argument.
     """
 
     run: "Callable[[CommandContext, str], Coroutine[object, object, None]]"
     group: Group
     usage: str = ""
     aliases: tuple[str, ...] = ()
-    is_available_while_answering: bool = False
+    takes_turn: bool = True
     argument: Argument = Argument.NOTHING
     subcommands: tuple[str, ...] = ()
 

@@ -402,7 +402,7 @@ async def _pick_session(
 
 
 COMMANDS = (
-    Command(exit_, Group.CONVERSATION, aliases=("quit", "bye"), is_available_while_answering=True),
+    Command(exit_, Group.CONVERSATION, aliases=("quit", "bye"), takes_turn=False),
     Command(new, Group.CONVERSATION, "[title]", ("clear", "reset")),
     Command(
         resume,
@@ -411,7 +411,7 @@ COMMANDS = (
         ("load", "chats", "session"),
         argument=Argument.SESSION,
     ),
-    Command(rename, Group.CONVERSATION, "TITLE", is_available_while_answering=True),
+    Command(rename, Group.CONVERSATION, "TITLE", takes_turn=False),
     Command(delete, Group.CONVERSATION, "[id or words]", argument=Argument.SESSION),
     Command(
         export,

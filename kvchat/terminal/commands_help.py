@@ -203,7 +203,7 @@ COMMANDS = (
         Group.CONVERSATION,
         "[command|all|keys]",
         ("?",),
-        is_available_while_answering=True,
+        takes_turn=False,
         argument=Argument.COMMAND,
         subcommands=("all", "keys"),
     ),

@@ -291,6 +291,6 @@ COMMANDS = (
     Command(btw, Group.TURNS, "QUESTION"),
     Command(continue_, Group.TURNS),
     Command(fork, Group.TURNS, "[title]", ("branch",)),
-    Command(tree, Group.TURNS, aliases=("branches",), is_available_while_answering=True),
+    Command(tree, Group.TURNS, aliases=("branches",), takes_turn=False),
     Command(switch, Group.TURNS, "[message|message.answer]"),
 )

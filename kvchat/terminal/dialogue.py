@@ -210,7 +210,7 @@ class Dialogue(CommandContext):
             self._accept_message(text)
         elif isinstance(line, Unknown):
             self._refuse(text, str(line))
-        elif not line.command.is_available_while_answering and self.is_busy:
+        elif line.command.takes_turn and self.is_busy:
             self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()

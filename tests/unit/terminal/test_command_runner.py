@@ -64,9 +64,9 @@ class Context(ScriptCommands):
             await asyncio.sleep(0)
 
 
-def command(name: str, run: Run, is_available_while_answering: bool = False) -> Invocation:
+def command(name: str, run: Run, takes_turn: bool = True) -> Invocation:
     run.__name__ = name
-    made = Command(run, Group.ENGINE, is_available_while_answering=is_available_while_answering)
+    made = Command(run, Group.ENGINE, takes_turn=takes_turn)
     return Invocation(made, "")
 
 
@@ -99,7 +99,7 @@ def test_commands_that_must_not_meet_run_in_the_order_of_their_lines() -> None:
         context, may_end = Context(), asyncio.Event()
         context.runner.begin(command("first", waits_for(may_end, "one")), "/first")
         context.runner.begin(command("second", says("two")), "/second")
-        context.runner.begin(command("free", says("meanwhile"), True), "/free")
+        context.runner.begin(command("free", says("meanwhile"), takes_turn=False), "/free")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert context.runner.name == "first"
