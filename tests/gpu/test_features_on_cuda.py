@@ -1,8 +1,11 @@
 """What an engine does beside answering, on a CUDA device: the same as on a CPU."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from kvchat.core.text import Size
 from kvchat.core.types import Pooling, SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec, Thinning
+from support import packers
+from support.architectures import GATHERED
 from support.assembled import assemble
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
@@ -28,6 +33,23 @@ PROMPT = random_ids(90, 256, seed=1)
 GREEDY = SamplingParams(temperature=0.0)
 # Tokens that a conversation begins with, and how many behind them are left out.
 NUM_OWN, NUM_OUT = 14, 37
+# Weights that stay as they are in the file, each of another layout of blocks.
+_NVFP4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}
+PACKED: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
+    "awq": (packers.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "gptq, 8 bits": (
+        partial(packers.gptq, bits=8),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32},
+    ),
+    "fp8": (
+        partial(packers.fp8_blocks, block=(128, 128)),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    "nvfp4": (
+        packers.nvfp4,
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": _NVFP4}},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +91,16 @@ def test_recurrent_layers_answer_and_come_back_from_the_disk(name: str, tmp_path
 
     assert first.token_ids == again.token_ids == plain.token_ids
     assert again.finished.usage.cached.disk > 0
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_contexts_that_are_gathered_answer_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    model_type, settings, _ = GATHERED[name]
+    path = save_checkpoint(tmp_path / "model", tiny_model(model_type, **settings))
+
+    ours, plain = on_both(path, lambda engine: complete(engine, PROMPT, 12).token_ids)
+
+    assert ours == plain
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "k8v4", "int4"])
@@ -171,5 +203,23 @@ def test_a_gguf_file_of_every_format_runs(kind: str, tmp_path: Path) -> None:
     assembled.engine.close()
 
     assert assembled.loaded.weights == ("own" if kind in ("F16", "BF16") else "blocks")
+    assert assembled.loaded.device.type == DEVICE
+    assert len(answer.token_ids) > 0
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_checkpoints_stay_in_their_blocks(name: str, tmp_path: Path) -> None:
+    """Their products are tested as those of GGUF's are."""
+    packer, settings = PACKED[name]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
+    plain = save_checkpoint(tmp_path / "plain", never_stopping(tiny_model("llama", **sizes)))
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    packers.pack_checkpoint(plain, packed, packer, {"quantization_config": settings})
+
+    assembled = assemble(packed, "auto", device=DEVICE)
+    answer = complete(assembled.engine, PROMPT, 40)
+    assembled.engine.close()
+
+    assert assembled.loaded.weights == "blocks"
     assert assembled.loaded.device.type == DEVICE
     assert len(answer.token_ids) > 0
