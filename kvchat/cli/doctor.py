@@ -124,6 +124,7 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     from kvchat.model.device import free_bytes
+    from kvchat_kernels.launch import kernel_refusal
 
     cpu = torch.device("cpu")
     threads = torch.get_num_threads()
@@ -135,6 +136,9 @@ def _devices() -> Iterator[Finding]:
     device = torch.device("cuda", 0)
     name = torch.cuda.get_device_name(device)
     yield Finding("GPU", f"{name}, {format_bytes(free_bytes(device))} free")
+    refusal = kernel_refusal(device)
+    slow = "Models run slowly there, by torch. Triton needs a C compiler and Python's headers."
+    yield Finding("GPU kernels", refusal or "Triton compiles them", slow if refusal else "")
 
 
 def _compiled_kernels() -> Finding:

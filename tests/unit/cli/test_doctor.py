@@ -1,11 +1,29 @@
-"""What `kvchat doctor` says of the shared cache."""
+"""What `kvchat doctor` says of a GPU and of the shared cache."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvchat.cli import doctor
 from kvchat.cli.doctor import Finding
+from kvchat.model import device
+from kvchat_kernels import launch
+
+
+@pytest.mark.parametrize("refusal", [None, "Triton does not work here: there is no C compiler"])
+def test_kernels_are_tried_on_a_gpu(refusal: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a model runs all the same, many times as slow, and nothing looked wrong."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(device, "free_bytes", lambda device: 3 << 30)
+    monkeypatch.setattr(launch, "kernel_refusal", lambda device: refusal)
+
+    *_, gpu, kernels = doctor._run(doctor._devices)
+
+    assert gpu == Finding("GPU", "a GPU, 3 GiB free")
+    assert kernels.fact == (refusal or "Triton compiles them")
+    assert bool(kernels.advice) == (refusal is not None)
 
 
 def told_of_shared_cache(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[Finding]:
