@@ -126,17 +126,10 @@ def _figures(resumed: Sequence[Answered], others: Sequence[Answered]) -> tuple[F
     ours, theirs = (Sample(tuple(each.first_s for each in runs)) for runs in (resumed, others))
     loaded, beside = (Sample(tuple(each.ttft_s for each in runs)) for runs in (resumed, others))
     last = resumed[-1]
+    prompt = (last.prompt_tokens, "prompt tokens", last.prefilled_tokens, "tokens computed")
     whole = "kvchat -c, from process start to the first text"
     return (
         compared(whole, ours, theirs, "s", _PEER, must="1.1"),
         compared("its time to first token, model loaded", loaded, beside, "ms", _PEER),
-        Figure(
-            "tokens restored",
-            last.disk_tokens,
-            "tokens",
-            last.prompt_tokens,
-            "prompt tokens",
-            last.prefilled_tokens,
-            "tokens computed",
-        ),
+        Figure("tokens restored", last.disk_tokens, "tokens", *prompt),
     )

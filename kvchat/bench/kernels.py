@@ -121,16 +121,8 @@ def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iter
     first, *others = named if case.is_read_only else [named[1], named[0], *named[2:]]
     name = f"{case.name}: {case.num_bytes / 1e6:,.3g} MB"
     ceiling_s = case.num_bytes / first[1]
-    yield Figure(
-        name,
-        ours.median * 1e6,
-        "us",
-        ceiling_s * 1e6,
-        first[0],
-        ceiling_s / ours.median,
-        "of the bandwidth",
-        spread=ours.spread,
-    )
+    beside = (first[0], ceiling_s / ours.median, "of the bandwidth")
+    yield Figure(name, ours.median * 1e6, "us", ceiling_s * 1e6, *beside, spread=ours.spread)
     if case.num_bytes < _BYTES_BOUND:
         return
     rate = case.num_bytes / ours.median

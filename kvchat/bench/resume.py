@@ -110,28 +110,13 @@ def _figures(
     rate = Sample(tuple(turn.read_rate for turn in resumed))
     beside, plain = Sample(tuple(raw)), "only reading the same files"
     ours, theirs = _first_tokens(resumed), _first_tokens(recomputed)
+    first_s, anew_s = ours.median, theirs.median
+    again = ("recomputed", anew_s / first_s, "recomputed over resumed", "40", ours.spread)
+    prompt = (usage.prompt_tokens, "prompt tokens", usage.prefilled_tokens, "tokens computed")
+    most = f"{_NEW_TOKENS + block_size}"
     return (
-        Figure(
-            "first token after a restart",
-            ours.median * 1e3,
-            "ms",
-            theirs.median * 1e3,
-            "recomputed",
-            theirs.median / ours.median,
-            "recomputed over resumed",
-            "40",
-            ours.spread,
-        ),
-        Figure(
-            "tokens restored",
-            usage.cached.disk,
-            "tokens",
-            usage.prompt_tokens,
-            "prompt tokens",
-            usage.prefilled_tokens,
-            "tokens computed",
-            f"{_NEW_TOKENS + block_size}",
-        ),
+        Figure("first token after a restart", first_s * 1e3, "ms", anew_s * 1e3, *again),
+        Figure("tokens restored", usage.cached.disk, "tokens", *prompt, most),
         compared("reading and verifying", rate, beside, "GB/s", plain, "of that", "0.6"),
     )
 

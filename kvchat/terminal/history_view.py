@@ -48,22 +48,19 @@ def answer_rows(turn: Turn, page: Page) -> list[Row]:
 def show_turns(turns: list[Turn], page: Page) -> None:
     """Show turns one after another, and a summary as a note."""
     for turn in turns:
-        if turn.summary_of is not None:
-            if turn.role is Role.USER:
-                names, words = split_attached(turn.text)
-                with_files = f"\nwith {', '.join(names)}" if names else ""
-                is_summary = words.startswith(OPENING)
-                heading = "Summary of earlier messages: " if is_summary else ""
-                tell(page, f"{heading}{words.removeprefix(OPENING)}{with_files}")
-        elif turn.role is Role.USER and not turn.is_message:
-            for result in turn.results:
-                tell(page, result_in_words(result))
-        elif turn.role is Role.USER:
-            names, words = split_attached(turn.text)
-            with_files = f"\nwith {', '.join(names)}" if names else ""
+        names, words = split_attached(turn.text)
+        with_files = f"\nwith {', '.join(names)}" if names else ""
+        if turn.role is Role.ASSISTANT:
+            if turn.summary_of is None:
+                page.write(answer_rows(turn, page))
+        elif turn.summary_of is not None:
+            heading = "Summary of earlier messages: " if words.startswith(OPENING) else ""
+            tell(page, f"{heading}{words.removeprefix(OPENING)}{with_files}")
+        elif turn.is_message:
             page.write_turn(f"{words}{with_files}", is_said_now=False)
         else:
-            page.write(answer_rows(turn, page))
+            for result in turn.results:
+                tell(page, result_in_words(result))
 
 
 def show_where_it_stands(conversation: Conversation, page: Page) -> None:

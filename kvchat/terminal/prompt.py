@@ -282,6 +282,9 @@ class LivePrompt:
         if self.is_lent or not self._app.is_running or self._app.is_settling:
             self._waiting.append(text)
             return
+        self._write_above(text)
+
+    def _write_above(self, text: str) -> None:
         with self._output.stroke():
             self._app.erase_region()
             self._output.write_raw(text)
@@ -494,10 +497,7 @@ class LivePrompt:
             self._output.write_raw(text)
             self._output.flush()
         elif text:
-            with self._output.stroke():
-                self._app.erase_region()
-                self._output.write_raw(text)
-                self._app.redraw_now()
+            self._write_above(text)
 
     def _completes_while_typing(self) -> bool:
         line = self.buffer.document.text_before_cursor
