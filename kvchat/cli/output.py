@@ -160,15 +160,13 @@ class JsonWriter:
 
     def write(self, exchange: Exchange, event: ChatEvent, read_again: str = "") -> None:
         if isinstance(event, AnswerEnded):
-            self._print(final_object(self._ready(), exchange, event, read_again))
+            content = final_object(self._ready(), exchange, event, read_again)
+            print_json(self._stdout, content)
         elif isinstance(event, AnswerFailed):
-            self._print({**exchange.fields(), "error": error_object(event.error)})
+            self.fail(event.error, exchange.fields())
 
     def fail(self, error: KvchatError, fields: dict[str, object]) -> None:
-        self._print({**fields, "error": error_object(error)})
-
-    def _print(self, content: dict[str, object]) -> None:
-        print_json(self._stdout, content)
+        print_json(self._stdout, {**fields, "error": error_object(error)})
 
 
 class StreamJsonWriter:

@@ -79,9 +79,7 @@ class StatsLevel(IntEnum):
 
     def next(self) -> "StatsLevel":
         """Return the level that F2 changes to: line, all, off, and again."""
-        return {StatsLevel.OFF: StatsLevel.LINE, StatsLevel.LINE: StatsLevel.ALL}.get(
-            self, StatsLevel.OFF
-        )
+        return StatsLevel((self + 1) % len(StatsLevel))
 
 
 def stats_line(
