@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from glob import glob
@@ -28,6 +27,7 @@ from kvchat.core.text import format_bytes, one_line, parse_size, shown
 from kvchat.core.types import KeptPositions
 from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.commands_input import split_words
 from kvchat.terminal.status import plural
 
 if TYPE_CHECKING:
@@ -240,10 +240,7 @@ def _label_and_paths(
     """
     if arguments in pinned and not user_path(arguments).exists():
         return arguments, list(pinned[arguments])
-    try:
-        words = shlex.split(arguments)
-    except ValueError:
-        words = [arguments]
+    words = split_words(arguments)
     first = user_path(words[0])
     is_file = first.exists() or bool(glob(str(first)))
     if not is_file and len(words) == 1:
