@@ -4,7 +4,7 @@ Esc acts at once unless more keys arrive in the same read, so that Alt-Enter doe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.application.current import get_app
@@ -230,87 +230,65 @@ def _edit_waiting(prompt: "LivePrompt", step: int) -> None:
         prompt.put_text(text)
 
 
-class _PickerBindings:
-    """Binds keys of an open picker; `open_picker` is that one."""
-
-    def __init__(self, prompt: "LivePrompt") -> None:
-        self.all = KeyBindings()
-        self._prompt = prompt
-        self.is_picking = Condition(lambda: prompt.region.picker is not None)
-
-    def open_picker(self) -> Picker:
-        assert self._prompt.region.picker is not None
-        return self._prompt.region.picker
-
-    def bind(self, keys: Sequence[Keys | str], act: Callable[[], object]) -> None:
-        """Call `act` at any of the keys, before every other binding of it."""
-        for key in keys:
-            self.all.add(key, filter=self.is_picking, eager=True)(lambda event: act())
-
-    def pick(self) -> None:
-        """Take the current choice, or what was asked about it."""
-        picker = self.open_picker()
-        if picker.is_asking:
-            picker.end_asking(is_wanted=True)
-        elif picker.result is not None:
-            self._prompt.pick(picker.result)
-
-    def leave(self) -> None:
-        """Take back what was asked, or leave the picker without a choice."""
-        if self.open_picker().is_asking:
-            self.open_picker().end_asking(is_wanted=False)
-        else:
-            self._prompt.pick(None)
-
-
 def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
-    """The bindings of an open picker, which receives every key."""
-    bindings = _PickerBindings(prompt)
-    _bind_picker_moves(bindings)
-    _bind_picker_ends(bindings)
-    _bind_picker_text(bindings)
-    return bindings.all
-
-
-def _bind_picker_moves(bindings: _PickerBindings) -> None:
-    def move(step: int, wraps: bool = False) -> Callable[[], None]:
-        return lambda: bindings.open_picker().move(step, wraps)
-
-    bindings.bind(("up", "c-p"), move(-1, wraps=True))
-    bindings.bind(("down", "c-n", "tab"), move(+1, wraps=True))
-    bindings.bind(("pageup",), move(-PAGE_ROWS))
-    bindings.bind(("pagedown",), move(+PAGE_ROWS))
-    bindings.bind(("home",), lambda: bindings.open_picker().move_to_end(-1))
-    bindings.bind(("end",), lambda: bindings.open_picker().move_to_end(+1))
-
-
-def _bind_picker_ends(bindings: _PickerBindings) -> None:
-    """Enter and the ways out, and the keys that change what stands in the list."""
-    bindings.bind(("enter",), bindings.pick)
-    bindings.bind(("c-c", "c-d", "<sigint>"), bindings.leave)
+    """The bindings of an open picker, which receives every key before any other binding."""
+    bindings = KeyBindings()
+    is_picking = Condition(lambda: prompt.region.picker is not None)
     # Keys of the same read belong together: Esc with another key means Alt and that key.
     stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
 
-    @bindings.all.add("escape", filter=bindings.is_picking & stands_alone, eager=True)
+    def open_picker() -> Picker:
+        assert prompt.region.picker is not None
+        return prompt.region.picker
+
+    def pick(picker: Picker) -> None:
+        """Take the current choice, or what was asked about it."""
+        if picker.is_asking:
+            picker.end_asking(is_wanted=True)
+        elif picker.result is not None:
+            prompt.pick(picker.result)
+
+    def leave(picker: Picker) -> None:
+        """Take back what was asked, or leave the picker without a choice."""
+        if picker.is_asking:
+            picker.end_asking(is_wanted=False)
+        else:
+            prompt.pick(None)
+
+    acts: dict[tuple[str, ...], Callable[[Picker], object]] = {
+        ("up", "c-p"): lambda picker: picker.move(-1),
+        ("down", "c-n", "tab"): lambda picker: picker.move(+1),
+        ("pageup",): lambda picker: picker.move(-PAGE_ROWS, wraps=False),
+        ("pagedown",): lambda picker: picker.move(+PAGE_ROWS, wraps=False),
+        ("home",): lambda picker: picker.move_to_end(-1),
+        ("end",): lambda picker: picker.move_to_end(+1),
+        ("enter",): pick,
+        ("c-c", "c-d", "<sigint>"): leave,
+        ("c-r",): Picker.begin_renaming,
+        ("c-x",): Picker.begin_deleting,
+        ("c-o",): Picker.show_hidden,
+        ("backspace",): Picker.erase,
+        ("c-w",): Picker.erase_word,
+        ("c-u",): Picker.erase_all,
+    }
+
+    def bind(key: str, act: Callable[[Picker], object]) -> None:
+        bindings.add(key, filter=is_picking, eager=True)(lambda event: act(open_picker()))
+
+    for keys, act in acts.items():
+        for key in keys:
+            bind(key, act)
+
+    @bindings.add("escape", filter=is_picking & stands_alone, eager=True)
     def _escape(event: E) -> None:
-        bindings.leave()
+        leave(open_picker())
 
-    bindings.bind(("c-r",), lambda: bindings.open_picker().begin_renaming())
-    bindings.bind(("c-x",), lambda: bindings.open_picker().begin_deleting())
-    bindings.bind(("c-o",), lambda: bindings.open_picker().show_hidden())
-
-
-def _bind_picker_text(bindings: _PickerBindings) -> None:
-    """Typed and pasted text, and the keys that erase it."""
-    bindings.bind(("backspace",), lambda: bindings.open_picker().erase())
-    bindings.bind(("c-w",), lambda: bindings.open_picker().erase_word())
-    bindings.bind(("c-u",), lambda: bindings.open_picker().erase_all())
-
-    @bindings.all.add(Keys.Any, filter=bindings.is_picking, eager=True)
-    @bindings.all.add(Keys.BracketedPaste, filter=bindings.is_picking, eager=True)
+    @bindings.add(Keys.Any, filter=is_picking, eager=True)
+    @bindings.add(Keys.BracketedPaste, filter=is_picking, eager=True)
     def _type(event: E) -> None:
         # The data of any other special key is its escape sequence, which is no text.
         key = event.key_sequence[0].key
         if not isinstance(key, Keys) or key is Keys.BracketedPaste:
-            text = "".join(char for char in event.data if char.isprintable())
-            bindings.open_picker().type(text)
+            open_picker().type("".join(char for char in event.data if char.isprintable()))
+
+    return bindings
