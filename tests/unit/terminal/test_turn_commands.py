@@ -272,7 +272,7 @@ def test_a_command_takes_the_place_of_a_message_that_does_not_fit(start_chat: St
     """
     chat = start_chat("--context", "400", columns=100, rows=40)
     chat.enter("hello").wait_for("tokens, ")
-    chat.enter("x" * 500).wait_for("/compact lets a summary").wait_for("Typing replaces it")
+    chat.enter("x" * 500).wait_for("Your message alone has ").wait_for("Typing replaces it")
     chat.wait_for_shown("❯ xxx")
     chat.enter("/context").wait_for(" asked, ").wait_for("% of 400")
     chat.type("\x1b[A").wait_for_shown("❯ /context").type("\x1b[A").wait_for_shown("❯ xxx")
