@@ -371,7 +371,8 @@ def ways_to_run(
         step.ask_in(module)
         round_activations(module)
         return weights, step, None, compiled_model(module, spec) if spec.gathered is None else None
-    fusing = Fusing(module, spec, step, weights != OWN) if runs_fused(spec) else None
+    # A head for drafts is packed where its recurrent model is not.
+    fusing = Fusing(module, spec, step, is_packed(module)) if runs_fused(spec) else None
     return weights, step, fusing, None
 
 

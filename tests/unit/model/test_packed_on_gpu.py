@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits on a GPU, on a machine without one: there plain torch or the interpreter
 multiplies, and everything around it is as on the GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,20 @@ def test_a_packed_model_runs_fused_in_16_bits(
     assert loaded.fusing is not None
     assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert compare_with_own(loaded) > 0.98
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_packed_head_of_a_model_that_is_not_packed_runs_fused(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of a recurrent model with --weights int4 failed: fused products took empty weights."""
+    loaded = load_packed_as_on_gpu(tmp_path, "qwen3", weights, monkeypatch)
+
+    _, step, fusing, _ = loader.ways_to_run(loaded.module, loaded.spec, GPU, loader.OWN)
+
+    assert fusing is not None
+    assert fusing.fusion.num_layers == len(loaded.spec.layers)
+    assert compare_with_own(replace(loaded, step=step, fusing=fusing)) > 0.99999
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
