@@ -14,8 +14,9 @@ import torch
 
 from kvchat.bench.engines import kv_of_a_text
 from kvchat.engine.assembly import AssembledEngine
-from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.batch import SequencePiece
+from kvchat.model.paged_model import model_over
+from kvchat_kernels.state_buffer import StateBuffer
 
 Encode = Callable[[str], list[int]]
 
@@ -107,16 +108,18 @@ def recall(assembled: AssembledEngine, text: RecallText) -> list[int]:
     """
     loaded, block_size = assembled.loaded, assembled.engine.cache.block_size
     blocks = range(1, 2 + text.num_tokens // block_size)
-    model = PagedModel(loaded, kv_of_a_text(assembled, len(blocks) + 1))
+    model = model_over(loaded, kv_of_a_text(assembled, len(blocks) + 1))
 
-    def last_logits(ids: list[int], start: int) -> torch.Tensor:
-        piece = SequencePiece(ids, start, blocks, 1)
-        return model.forward(build_batch([piece], block_size, loaded.device))[-1]
+    def last_logits(ids: list[int], start: int, state: StateBuffer | None) -> torch.Tensor:
+        piece = SequencePiece(ids, start, blocks, 1, state)
+        return model.forward_pieces([piece], block_size)[-1]
 
+    state = model.new_state()
     for start in range(0, len(text.ids), _ROWS):
-        last_logits(text.ids[start : start + _ROWS], start)
+        last_logits(text.ids[start : start + _ROWS], start, state)
     # Each question takes the place of the one before.
+    states = (state.copy() if state is not None else None for _ in text.questions)
     return [
-        int(last_logits(question, len(text.ids))[text.answers].argmax())
-        for question in text.questions
+        int(last_logits(question, len(text.ids), own)[text.answers].argmax())
+        for question, own in zip(text.questions, states, strict=True)
     ]

@@ -23,10 +23,10 @@ from kvchat.chat.session_file import read_session
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
-from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.batch import SequencePiece
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.packed.quantise import num_packed_bytes
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.paged_model import model_over
 from kvchat.model.rounding import divergences
 
 _FORMS = ("auto", "int8", "int4")
@@ -154,11 +154,12 @@ def predictions(assembled: AssembledEngine, text: list[int]) -> Iterator[torch.T
     """Yield the logits after every token of a text but the last, a few rows at a time."""
     loaded, block_size = assembled.loaded, assembled.engine.cache.block_size
     blocks = range(1, 2 + len(text) // block_size)
-    model = PagedModel(loaded, kv_of_a_text(assembled, len(blocks) + 1))
+    model = model_over(loaded, kv_of_a_text(assembled, len(blocks) + 1))
+    state = model.new_state()
     for start in range(0, len(text) - 1, _CHUNK):
         ids = text[start : min(start + _CHUNK, len(text) - 1)]
-        piece = SequencePiece(ids, start, blocks, len(ids))
-        yield model.forward(build_batch([piece], block_size, loaded.device))
+        piece = SequencePiece(ids, start, blocks, len(ids), state)
+        yield model.forward_pieces([piece], block_size)
 
 
 def _exact(setup: BenchSetup, texts: list[list[int]]) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ answers without it, and a note says why.
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +17,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
-from kvchat.cache.kv_pool import CodedFormat, KvPool
+from kvchat.cache.kv_pool import CodedFormat
 from kvchat.cache.state_manager import StateCacheManager, state_blocks
 from kvchat.cache.windowed_manager import WindowedCacheManager
 from kvchat.cache.windowed_state_manager import WindowedStateManager
@@ -73,7 +72,6 @@ from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
 from kvchat_kernels.cpu.step import FEW_ROWS
-from kvchat_kernels.kv_layer import KvLayer
 
 _log = logging.getLogger(__name__)
 
@@ -274,18 +272,11 @@ def _cache_and_runner(
     kv_pool = new_kv_pool(geometry, config, loaded.device)
     if loaded.spec.state:
         states = StateCacheManager(kv_pool, num_bytes, config.reuse)
-        return states, StatefulRunner(
-            StatefulModel(loaded, _kv_of(loaded, kv_pool)), states, threads
-        )
+        return states, StatefulRunner(StatefulModel(loaded, kv_pool.layers), states, threads)
     cache = CacheManager(kv_pool, config.reuse)
     model = PagedModel(loaded, kv_pool.layers)
     graphs = new_graphs(model, cache, engine_config)
     return cache, Runner(model, cache.block_size, graphs, threads)
-
-
-def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
-    """Return the KV of the model's attention layers; none if it has no such layer."""
-    return kv_pool.layers if loaded.spec.storing_layers else ()
 
 
 def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None) -> int:

@@ -19,9 +19,9 @@ from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
 from kvchat.core.types import Memory
 from kvchat.engine.kv_storage import small_kv
-from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.batch import SequencePiece
 from kvchat.model.loader import LoadedModel
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.paged_model import model_over
 from kvchat.model.rounding import Effect, divergences, effect_of, sample_ids
 from kvchat_kernels.kv_code import CODES, INT8, KvCode
 
@@ -121,8 +121,9 @@ def _predictions(
     """Yield the logits after every token, a few rows at a time, over new KV."""
     blocks = range(1, 2 + len(ids) // _BLOCK_SIZE)
     pools = small_kv(geometry, loaded.device, 1 + len(blocks), _BLOCK_SIZE)
-    model = PagedModel(loaded, pools)
+    model = model_over(loaded, pools)
+    state = model.new_state()
     for start in range(0, len(ids), _ROWS):
         rows = ids[start : start + _ROWS]
-        piece = SequencePiece(rows, start, blocks, len(rows))
-        yield model.forward(build_batch([piece], _BLOCK_SIZE, loaded.device)).cpu()
+        piece = SequencePiece(rows, start, blocks, len(rows), state)
+        yield model.forward_pieces([piece], _BLOCK_SIZE).cpu()

@@ -129,6 +129,14 @@ class PagedModel:
         """
         return self.loaded.step.stopping(is_unwanted)
 
+    def new_state(self) -> StateBuffer | None:
+        """Return the state of the empty context for a sequence's pieces; None without any."""
+        return None
+
+    def forward_pieces(self, pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
+        """Run the new tokens of sequences as `forward`; return the rows that the pieces ask for."""
+        return self.forward(build_batch(pieces, block_size, self.device))
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step: write the new tokens' KV and return the logits of `batch.logit_rows`.
@@ -173,12 +181,17 @@ class StatefulModel(PagedModel):
         windowed: frozenset[int] = frozenset(),
         window_blocks: torch.Tensor | None = None,
     ) -> None:
-        """`windowed` as of PagedModel, `window_blocks` as of `build_batch`."""
-        super().__init__(loaded, pools, windowed)
+        """`windowed` as of PagedModel, `window_blocks` as of `build_batch`. A model without
+        attention uses no pool.
+        """
+        super().__init__(loaded, pools if loaded.spec.storing_layers else (), windowed)
         self._window_blocks = window_blocks
         self.state_io = StateIo(self._module, loaded.spec.state, loaded.dtype, loaded.device)
         self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._steps_one_by_one = loaded.spec.model_type in _ONE_BY_ONE
+
+    def new_state(self) -> StateBuffer:
+        return self.state_io.new_buffer()
 
     @torch.inference_mode()
     def forward_pieces(self, pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
@@ -245,6 +258,11 @@ class StatefulModel(PagedModel):
             logits = self._logits(batch, **settings)
         state.num_tokens = piece.end
         return logits
+
+
+def model_over(loaded: LoadedModel, pools: KvLayers) -> PagedModel:
+    """Return a loaded model bound to KV, of the class that runs it; `pools` as of PagedModel."""
+    return (StatefulModel if loaded.spec.state else PagedModel)(loaded, pools)
 
 
 def state_of(piece: SequencePiece) -> StateBuffer:

@@ -12,7 +12,7 @@ kernels, are tested by themselves first.
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -23,12 +23,12 @@ import transformers
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
 from kvchat.core.types import Memory
-from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.batch import SequencePiece
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention
 from kvchat.model.loader import IN_BLOCKS, LoadedModel
 from kvchat.model.packed.product_test import device_forms, product_fault
-from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
+from kvchat.model.paged_model import KvLayers, model_over
 from kvchat_kernels.kv_layer import PlainKv
 
 # Makes KV for all storing layers of a model: so many blocks, of so many tokens.
@@ -273,13 +273,13 @@ def _paged_logits(
         loaded = replace(loaded, compiled=None)
     # Rounded KV depends on the steps, so that both paths over it take the same.
     steps = _LARGE_STEPS if is_beside_compiled and new_kv is None else _STEPS
-    if loaded.spec.state:
-        return _stateful_logits(loaded, one, other, steps)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     num_blocks = 1 + 2 * blocks_each
     pools = new_kv(num_blocks, _BLOCK_SIZE) if new_kv else _small_pools(loaded, num_blocks)
-    model = PagedModel(loaded, pools)
+    model = model_over(loaded, pools)
     tables = (range(1 + blocks_each, 1 + 2 * blocks_each), range(1, 1 + blocks_each))
+    # A state must survive the steps of the other sequence, in the same step or in another.
+    states = (model.new_state(), model.new_state())
     rows, starts = [], [0, 0]
     for step in steps:
         pieces = []
@@ -287,32 +287,8 @@ def _paged_logits(
             new = ids[starts[at] :][:length]
             if new:
                 num_rows = length if ids is one else 0
-                pieces.append(SequencePiece(new, starts[at], tables[at], num_rows))
+                pieces.append(SequencePiece(new, starts[at], tables[at], num_rows, states[at]))
             starts[at] += length
-        rows.append(model.forward(build_batch(pieces, _BLOCK_SIZE, loaded.device)).cpu())
-    return torch.cat(rows)
-
-
-def _stateful_logits(
-    loaded: LoadedModel, one: list[int], other: list[int], steps: Sequence[tuple[int, int]]
-) -> torch.Tensor:
-    """Return the same for a model with recurrent state. The state of each sequence must survive
-    the steps of the other, in the same step or in another.
-    """
-    blocks_each = -(-len(one) // _BLOCK_SIZE)
-    model = StatefulModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
-    tables = (range(1 + blocks_each, 1 + 2 * blocks_each), range(1, 1 + blocks_each))
-    states = (model.state_io.new_buffer(), model.state_io.new_buffer())
-    rows = []
-    for step in steps:
-        pieces = []
-        for ids, length, table, state in zip(
-            (other, one), reversed(step), tables, states, strict=True
-        ):
-            start = state.num_tokens
-            new, num_rows = ids[start : start + length], length if ids is one else 0
-            if new:
-                pieces.append(SequencePiece(new, start, table, num_rows, state))
         rows.append(model.forward_pieces(pieces, _BLOCK_SIZE).cpu())
     return torch.cat(rows)
 
