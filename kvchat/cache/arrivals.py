@@ -425,7 +425,9 @@ class Arrivals:
             return 0
         if num_adopted:
             end_block = piece.start_block + num_adopted
-            arrival.tokens[link.name] = arrival.tokens.get(link.name, 0) + num_adopted * size
+            firsts = feed.ids[piece.start_block * size : end_block * size : size]
+            num_tokens = sum(first >= 0 for first in firsts) * size  # a snapshot stands for none
+            arrival.tokens[link.name] = arrival.tokens.get(link.name, 0) + num_tokens
             arrival.since_s, arrival.num_hurries = self._clock(), 0
             if link.is_quick:
                 self._lock(arrival, feed.ids, end_block * size)
