@@ -63,6 +63,7 @@ class CacheManager:
     # Whether a wrong draft makes the next step read again what its step has read.
     reads_again = False
     num_state_blocks = 0
+    state_bytes = 0  # of one sequence's recurrent state, and of a snapshot
 
     def __init__(self, kv_pool: KvPool, reuse: bool = True) -> None:
         self.kv_pool = kv_pool

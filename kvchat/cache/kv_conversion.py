@@ -2,15 +2,19 @@
 
 A chat whose KV has few bits may begin with what the disk has of its context in more bits, and not
 the other way round: bits that are gone do not come back. What was converted is then written under
-the chat's own identity, so that it is converted once.
+the chat's own identity, so that it is converted once. Snapshots of recurrent state have the same
+bytes beside KV of any bits, in blocks of other sizes.
 """
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvchat.cache.keys import TOKEN_BYTES
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, LayerGeometry
+from kvchat.cache.state_manager import num_state_blocks_of, state_blocks
 from kvchat.cache.tier import BlockRun, Image, Tier
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
@@ -79,8 +83,17 @@ def _recoded(
     return code.quantised(was.plain(numbers, scales))
 
 
+@dataclass(frozen=True, slots=True)
+class _SnapshotRun(BlockRun):
+    """The blocks of a snapshot, and those before them in its first pack. `parts` are its packs."""
+
+    parts: tuple[BlockRun, ...] = ()
+
+
 class ConvertingTier(Tier):
     """What `stored` has of the same model's KV in more bits: each block is converted as it is read.
+
+    A snapshot takes `state_bytes`, 0 without recurrent state. It is found and read as a whole.
 
     Nothing is written to `stored`, and nothing removed but what it finds damaged. Contexts are
     forgotten there by the administrator of all stores.
@@ -88,10 +101,15 @@ class ConvertingTier(Tier):
 
     has_admin = True
 
-    def __init__(self, stored: Tier, source: KvGeometry, target: KvGeometry) -> None:
+    def __init__(
+        self, stored: Tier, source: KvGeometry, target: KvGeometry, state_bytes: int = 0
+    ) -> None:
         self._stored = stored
         self._source = source
         self._target = target
+        self._state_bytes = state_bytes
+        self._num_stored = state_blocks(source, state_bytes)
+        self._num_own = state_blocks(target, state_bytes)
         self._wrong: set[bytes] = set()
         self._bytes_read = 0
 
@@ -108,18 +126,55 @@ class ConvertingTier(Tier):
         """
         if not self._wrong.isdisjoint(keys):
             return []
-        found = self._stored.find(keys, encoded, is_one_shot)
+        end = len(keys)
+        if of_state := self._num_of_state(encoded):
+            assert of_state == self._num_own, "a part of a snapshot"
+            end += self._num_stored - of_state
+        ids = encoded[: end * self._source.block_size * TOKEN_BYTES]
+        found = self._stored.find(keys[:end], ids, is_one_shot)
+        if of_state:
+            return self._with_snapshot(found, len(keys) - of_state)
         return [replace(run, fingerprint=None) for run in found]
+
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        """Return how many leading blocks `stored` has, also of a part of a snapshot."""
+        return self._stored.peek(keys, encoded) if self._wrong.isdisjoint(keys) else 0
+
+    def _num_of_state(self, encoded: bytes) -> int:
+        """Return how many blocks of a snapshot end a context."""
+        return num_state_blocks_of(array("i", encoded[-TOKEN_BYTES:])[0]) if encoded else 0
+
+    def _with_snapshot(self, found: Sequence[BlockRun], num_context: int) -> list[BlockRun]:
+        """Return packs of a context, and its snapshot as one if all of it was found."""
+        parts = tuple(run for run in found if run.end_block > num_context)
+        runs = [replace(run, fingerprint=None) for run in found[: len(found) - len(parts)]]
+        if parts and parts[-1].end_block == num_context + self._num_stored:
+            first = parts[0]
+            count = num_context + self._num_own - first.start_block
+            runs.append(
+                _SnapshotRun(first.key, first.start_block, count, first.checksum, parts=parts)
+            )
+        return runs
 
     def read(self, run: BlockRun) -> Image:
         """Return the images of the blocks found, converted; raises as every tier does."""
+        if not isinstance(run, _SnapshotRun):
+            return _image_of(convert(self._rows(run), self._source, self._target))
+        rows = torch.cat([self._rows(part) for part in run.parts])
+        context, state = rows.split([len(rows) - self._num_stored, self._num_stored])
+        own = torch.zeros(run.num_blocks, self._target.block_bytes, dtype=torch.uint8)
+        if len(context):
+            own[: len(context)] = convert(context, self._source, self._target)
+        own[len(context) :].view(-1)[: self._state_bytes] = state.view(-1)[: self._state_bytes]
+        return _image_of(own)
+
+    def _rows(self, run: BlockRun) -> torch.Tensor:
+        """Return the images of a pack as `stored` has them, [num_blocks, block_bytes] uint8."""
         image = self._stored.read(run)
         assert not isinstance(image, torch.Tensor)
         self._bytes_read += len(image)
         writable = bytearray(image) if memoryview(image).readonly else image
-        rows = torch.frombuffer(writable, dtype=torch.uint8).view(-1, self._source.block_bytes)
-        own = convert(rows, self._source, self._target)
-        return memoryview(own.numpy().data).cast("B")
+        return torch.frombuffer(writable, dtype=torch.uint8).view(-1, self._source.block_bytes)
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         return self._stored.why(key, encoded, num_found)
@@ -140,3 +195,7 @@ class ConvertingTier(Tier):
 
     def close(self) -> None:
         self._stored.close()
+
+
+def _image_of(rows: torch.Tensor) -> memoryview:
+    return memoryview(rows.numpy().data).cast("B")

@@ -56,7 +56,7 @@ class StateCacheManager(CacheManager):
 
     def _size_snapshots(self, state_bytes: int) -> None:
         assert state_bytes > 0
-        size = self.block_size
+        self.state_bytes, size = state_bytes, self.block_size
         self.num_state_blocks = state_blocks(self.kv_pool.geometry, state_bytes)
         self.state_ids = array(
             "i", [_FIRST_STATE_ID - n for n in range(self.num_state_blocks) for _ in range(size)]

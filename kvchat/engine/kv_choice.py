@@ -8,6 +8,7 @@ was not measured.
 from dataclasses import dataclass, replace
 
 from kvchat.cache.kv_pool import KvGeometry
+from kvchat.cache.state_manager import state_blocks
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.parameters import KV_CODES
@@ -17,6 +18,7 @@ from kvchat.engine.kv_effect import effect_on_model
 from kvchat.engine.kv_storage import device_budget, kv_geometry, require_kv_dtype, tokens_within
 from kvchat.model.device import dtype_name
 from kvchat.model.loader import LoadedModel
+from kvchat.model.state import state_bytes
 from kvchat_kernels.kv_code import FP8
 
 # The context that is wanted where the user does not say: a long conversation.
@@ -25,7 +27,8 @@ _USUAL_TOKENS = 8192
 _MOST_CHANGE = 0.03
 # `fp8` has the bytes of `int8`, and is never better.
 _CODES = tuple(code for code in KV_CODES if code != FP8.name)
-# Blocks that hold no context: the scratch block, and the verifier's spare one.
+# Blocks that hold no context: the scratch block, and the verifier's spare one. Of a model with
+# recurrent state there are those of a snapshot too.
 _SPARE_BLOCKS = 2
 
 
@@ -49,9 +52,12 @@ def chosen_kv(
     wanted = min(loaded.max_context, max_context or _USUAL_TOKENS)
     budget = device_budget(config, loaded.device)
 
+    state = state_bytes(loaded.spec.state, loaded.dtype)
+
     def has_room(geometry: KvGeometry) -> bool:
         fitting = tokens_within(loaded.spec, geometry, config, loaded.device, budget)
-        return fitting - _SPARE_BLOCKS * config.block_size >= wanted
+        num_other_blocks = _SPARE_BLOCKS + state_blocks(geometry, state)
+        return fitting - num_other_blocks * config.block_size >= wanted
 
     own = kv_geometry(loaded.spec, config, loaded.dtype)
     if has_room(own):

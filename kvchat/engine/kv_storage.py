@@ -130,8 +130,8 @@ def require_kv_dtype(name: str, spec: ModelSpec, config: CacheConfig) -> None:
         return
     unfit = [x for x in spec.storing_layers if not code.takes(x.key_dim, x.value_dim)]
     hint = "Use --kv-dtype auto."
-    if spec.state:
-        reason = "it keeps recurrent state beside its KV"
+    if not spec.storing_layers:
+        reason = "it has no attention, and so no KV"
     elif spec.gathered is not None:
         reason = "it runs on the gathered path (docs/models.md)"
     elif unfit:

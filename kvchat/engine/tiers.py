@@ -101,7 +101,7 @@ def tier_openers(
     openers = [
         _host_opener(config, kv_pool, is_draft),
         _disk_opener(config, kv_pool.geometry.block_bytes, is_draft),
-        *_finer_openers(config, kv_pool.geometry),
+        *_finer_openers(config, cache),
         _shared_opener(config, cache.has_state, memory) if not is_draft else None,
         _elsewhere_opener(config, cache, memory, form or {}) if not is_draft else None,
     ]
@@ -148,9 +148,9 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
     return TierOpener("disk", open_disk)
 
 
-def _finer_openers(config: CacheConfig, geometry: KvGeometry) -> list[TierOpener]:
+def _finer_openers(config: CacheConfig, cache: CacheManager) -> list[TierOpener]:
     """Return what opens the disk's KV of the same model in more bits, where there is some."""
-    directory = config.directory
+    directory, geometry = config.directory, cache.kv_pool.geometry
     limit = disk_budget(config.disk_bytes, directory) if directory is not None else 0
     if directory is None or not limit:
         return []
@@ -160,7 +160,8 @@ def _finer_openers(config: CacheConfig, geometry: KvGeometry) -> list[TierOpener
             own = layout().finer[number]
             if not is_ours(directory / own.identity.hex()):
                 return None
-            return ConvertingTier(DiskTier(directory, own, limit), finer, geometry)
+            stored = DiskTier(directory, own, limit)
+            return ConvertingTier(stored, finer, geometry, cache.state_bytes)
 
         return TierOpener(f"{CONVERTED_FROM}{name}", open_finer, is_only_read=True)
 

@@ -252,6 +252,7 @@ def open_engine(
     host_bytes: int = 0,
     speculation: Speculation | None = None,
     whole_windows: bool = False,
+    kv_dtype: str = "auto",
 ) -> Engine:
     """Return an engine whose KV is kept in `directory`, nowhere if that is None.
 
@@ -262,6 +263,7 @@ def open_engine(
         host_bytes=Size(num_bytes=host_bytes),
         directory=directory,
         whole_windows=whole_windows,
+        kv_dtype=kv_dtype,
     )
     settings = EngineConfig(max_step_tokens=step_tokens)
     engine = engine_around(loaded, cache, settings, NO_MEMORY, speculation)

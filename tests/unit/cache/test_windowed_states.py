@@ -1,6 +1,7 @@
 """Recurrent state beside layers with a window: both are there where a sequence begins, or neither.
 
-The model of `test_state_snapshots.py`, with KV of two layers: of all tokens, and of a window.
+The model of `test_state_snapshots.py`, with KV of two layers: of all tokens, and of a window; in
+float32, or in 8 bits, which tell all its tokens and positions from each other.
 """
 
 import random
@@ -12,14 +13,18 @@ import torch
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
-from kvchat.cache.kv_pool import KvGeometry, LayerGeometry
+from kvchat.cache.kv_pool import CodedFormat, KvFormat, KvGeometry, LayerGeometry, PlainFormat
 from kvchat.cache.windowed_pool import WindowedKvPool, Windows
 from kvchat.cache.windowed_state_manager import WindowedStateManager
+from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.kv_code import INT8
+from kvchat_kernels.kv_layer import KvLayer
 from support.cached_contexts import CPU, images_of
 from support.soak_sizes import short_and_long
 from unit.cache.test_state_snapshots import BLOCK, STATE_BYTES, RecurrentModel, live
 
 WINDOW = 10
+PLAIN = PlainFormat()
 
 
 @dataclass
@@ -28,9 +33,10 @@ class Model(RecurrentModel):
 
     num_window_blocks: int = 40
     windowed: frozenset[int] = frozenset({1})
+    kv_format: KvFormat = PLAIN
 
     def __post_init__(self) -> None:
-        geometry = KvGeometry((LayerGeometry(1, 1, 1),) * 2, torch.float32, BLOCK)
+        geometry = KvGeometry((LayerGeometry(1, 1, 1),) * 2, torch.float32, BLOCK, self.kv_format)
         windows = Windows(self.windowed, WINDOW, -(-STATE_BYTES // geometry.block_bytes))
         self.pool = WindowedKvPool(geometry, windows, self.num_blocks, self.num_window_blocks, CPU)
         self.manager = WindowedStateManager(self.pool, STATE_BYTES, 80, self.reuse)
@@ -42,14 +48,24 @@ class Model(RecurrentModel):
         for index, layer in enumerate(self.pool.layers):
             places = self.places(table, range(start, end), index)
             tokens = torch.tensor(ids[start:end]).float()
-            layer.keys.view(-1)[places] = tokens
-            layer.values.view(-1)[places] = torch.arange(start, end).float()
+            positions = torch.arange(start, end).float()
+            layer.write(tokens.view(-1, 1, 1), positions.view(-1, 1, 1), places)
         for index, layer in enumerate(self.pool.layers):
             first = max(0, start - WINDOW + 1) if index in self.windowed else 0
             places = self.places(table, range(first, end), index)
-            assert layer.keys.view(-1)[places].tolist() == list(ids[first:end])
-            assert layer.values.view(-1)[places].tolist() == list(range(first, end))
+            keys, values = (side.view(-1)[places] for side in self.numbers(layer))
+            assert keys.tolist() == pytest.approx(list(ids[first:end]), rel=0.01)
+            assert values.tolist() == pytest.approx(list(range(first, end)), rel=0.01)
         return super().read(table, ids, end, is_prompt_end)
+
+    def numbers(self, layer: KvLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values of a layer, in float32."""
+        if isinstance(layer, CodedKv):
+            keys, key_scales, values, value_scales = layer.tensors
+            code = layer.code
+            return code.keys.plain(keys, key_scales), code.values.plain(values, value_scales)
+        keys, values = layer.tensors
+        return keys, values
 
     def places(self, table: BlockTable, positions: range, index: int) -> torch.Tensor:
         """Return where a layer has tokens."""
@@ -191,7 +207,9 @@ def test_random_actors_agree_with_recomputing_from_scratch(size: int) -> None:
         rng = random.Random(seed)
         windowed = frozenset({1}) if seed % 2 else frozenset({0, 1})
         num_windows = rng.choice([30, 45, 60])
-        num_reused += live(rng, Model(60, num_window_blocks=num_windows, windowed=windowed))
+        kv_format = CodedFormat(INT8) if seed // 2 % 2 else PLAIN
+        model = Model(60, num_window_blocks=num_windows, windowed=windowed, kv_format=kv_format)
+        num_reused += live(rng, model)
     assert num_reused, "no state was ever used again"
 
 

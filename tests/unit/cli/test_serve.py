@@ -109,7 +109,7 @@ def test_a_server_whose_model_cannot_be_loaded_ends(shell: ForkedShell, tmp_path
     address, sentence = sorted(done.stderr.decode().splitlines(), key=lambda line: "int8" in line)
     assert "http://" in address
     assert sentence.startswith("kvchat: --kv-dtype int8 does not work with ")
-    assert sentence.endswith("it keeps recurrent state beside its KV. Use --kv-dtype auto.")
+    assert sentence.endswith("it has no attention, and so no KV. Use --kv-dtype auto.")
 
 
 def test_a_port_in_use_is_named(shell: ForkedShell) -> None:

@@ -127,8 +127,7 @@ def unread_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba", "it keeps recurrent state beside its KV"),
-        ("lfm2_moe", "it keeps recurrent state beside its KV"),
+        ("mamba", "it has no attention, and so no KV"),
         ("bloom", r"it runs on the gathered path \(docs/models.md\)"),
     ],
 )

@@ -9,8 +9,11 @@ import torch
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
-from kvchat.cache.kv_conversion import convert
+from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids
+from kvchat.cache.kv_conversion import ConvertingTier, convert
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.cache.state_manager import state_blocks
+from kvchat.cache.tier import PackHead
 from kvchat.chat.why import Change, Reuse, explain
 from kvchat.core.config import CacheConfig
 from kvchat.core.stats import TierStatus
@@ -24,6 +27,7 @@ from support.assembled import assemble
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fact_memory import FactMemory
 from support.greedy_answer import greedy_answer
+from support.memory_tier import MemoryTier
 
 CPU = torch.device("cpu")
 LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 48, 16))
@@ -86,6 +90,49 @@ def test_layers_that_a_block_lacks_are_lacking_after_it() -> None:
     assert (found[1, start:] == 0xFF).all()
     assert not (found[1, :start] == 0xFF).all()
     assert torch.equal(found[0], images(INT8)[0])
+
+
+STATE_BYTES = 5000
+
+
+@pytest.mark.parametrize("max_found", [1, 2, 9], ids=["by block", "beside KV", "in one pack"])
+def test_a_snapshot_is_brought_into_blocks_of_the_other_size(max_found: int) -> None:
+    """However the packs of more bits are cut; all KV before it is converted as ever."""
+    source, target = geometry(None), geometry(INT4)
+    num_stored, num_own = (state_blocks(each, STATE_BYTES) for each in (source, target))
+    assert (num_stored, num_own) == (3, 8)
+    stored = MemoryTier(8, source.block_bytes)
+    context = images(None)[[0, 1, 0]]
+    state = torch.randint(0, 256, (STATE_BYTES,), dtype=torch.uint8)
+    padded = torch.zeros(num_stored * source.block_bytes, dtype=torch.uint8)
+    padded[:STATE_BYTES] = state
+    encoded = context_with_snapshot(num_stored)
+    image = torch.cat([context.view(-1), padded]).numpy().tobytes()
+    stored.write(PackHead(stored.root, encoded), memoryview(image))
+    stored.max_found = max_found
+    tier = ConvertingTier(stored, source, target, STATE_BYTES)
+    ids = context_with_snapshot(num_own)
+    keys = chain_keys(tier.root, ids, 8 * TOKEN_BYTES)
+
+    runs = tier.find(keys, ids)
+
+    assert [run.start_block for run in runs] == [0, *(run.end_block for run in runs[:-1])]
+    assert runs[-1].end_block == len(keys) == 3 + num_own
+    found = b"".join(bytes(tier.read(run)) for run in runs)  # type: ignore[arg-type]
+    own = 3 * target.block_bytes
+    assert found[:own] == convert(context, source, target).numpy().tobytes()
+    assert found[own:] == state.numpy().tobytes() + bytes(len(found) - own - STATE_BYTES)
+    assert tier.peek(keys[:4], ids) == 4, "whether there is a snapshot is asked by its first block"
+
+    del stored.blocks[chain_keys(tier.root, encoded, 8 * TOKEN_BYTES)[-1]]
+
+    assert all(run.end_block <= 3 for run in tier.find(keys, ids)), "a part of it is none"
+
+
+def context_with_snapshot(num_blocks: int) -> bytes:
+    """Return the ids of three blocks of tokens and a snapshot of so many."""
+    state = [-2 - number for number in range(num_blocks) for _ in range(8)]
+    return encode_ids([*range(24), *state])
 
 
 def test_fewer_bits_never_serve_more() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvchat.cache.kv_pool import KvGeometry
+from kvchat.cache.state_manager import state_blocks
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.text import Size
@@ -15,9 +16,11 @@ from kvchat.engine.kv_choice import KvChoice, chosen_kv
 from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.loader import LoadedModel
-from kvchat.model.rounding import Effect
+from kvchat.model.rounding import Effect, effect_of
+from kvchat.model.state import state_bytes
 from support.fact_memory import FactMemory
 from support.paged_scene import load_tiny
+from support.stateful_models import load_stateful
 
 IDS = [7, 5, 9, 11] * 20
 
@@ -47,6 +50,35 @@ def test_what_a_code_changes_is_measured_once(
     assert first.startswith("KV in int4 changes ")
     assert "of 80 likeliest tokens (KL " in first
     assert notes(loaded, "int4", memory) == (first,)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_stateful("lfm2", tmp_path_factory.mktemp("h"))[1]
+
+
+def test_a_model_with_recurrent_state_is_measured_over_both(
+    hybrid: LoadedModel, memory: FactMemory
+) -> None:
+    [note] = notes(hybrid, "int8", memory)
+    [effect] = map(effect_of, memory.facts("kv_effect"))
+
+    assert note.startswith("KV in int8 changes ")
+    assert effect is not None
+    assert 0 < effect.divergence < 0.001, "the state is that of the text, in both"
+
+
+def test_auto_leaves_room_for_a_snapshot(hybrid: LoadedModel, memory: FactMemory) -> None:
+    plain = kv_geometry(hybrid.spec, CacheConfig(16), hybrid.dtype)
+    state = state_blocks(plain, state_bytes(hybrid.spec.state, hybrid.dtype))
+    needed = 100 * plain.token_bytes + (2 + state) * plain.block_bytes
+
+    def chosen(num_bytes: int) -> str:
+        config = CacheConfig(16, Size(num_bytes=num_bytes))
+        return chosen_kv(hybrid, config, 100, memory).config.kv_dtype
+
+    assert chosen(needed) == "auto"
+    assert chosen(needed - plain.token_bytes) == "int8"
 
 
 def test_nothing_is_measured_of_plain_kv(
