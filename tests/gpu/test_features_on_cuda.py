@@ -20,7 +20,9 @@ from support import packers
 from support.architectures import GATHERED
 from support.assembled import assemble
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.engines_with_drafts import answer, build
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
+from support.next_heads import write_with_head
 from support.remembering_model import RisingTokens
 from support.stateful_models import FORMS, STATEFUL
 
@@ -91,6 +93,21 @@ def test_recurrent_layers_answer_and_come_back_from_the_disk(name: str, tmp_path
 
     assert first.token_ids == again.token_ids == plain.token_ids
     assert again.finished.usage.cached.disk > 0
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_a_head_drafts_for_recurrent_layers(weights: str, tmp_path: Path) -> None:
+    """Only the head is packed: a recurrent model keeps its own weights on a GPU."""
+    write_with_head(tmp_path / "model", "qwen3_next")
+    engine = build(tmp_path / "model", None, device=DEVICE, weights=weights).engine
+    said = answer(engine, PROMPT, 30)
+    plain = engine_on("cpu", tmp_path / "model")
+
+    assert engine.speculation.is_on
+    assert not engine.speculation.failures
+    assert said == [list(complete(plain, PROMPT, 30).token_ids)]
+    engine.close()
+    plain.close()
 
 
 @pytest.mark.parametrize("name", GATHERED)
