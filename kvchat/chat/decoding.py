@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvchat.chat.events import AnswerCall, AnswerText, ChatEvent, LogprobTrack, ShownToken
-from kvchat.chat.text_codec import TextStream
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.thinking import Passage, ThinkingSplitter, joined, overlap
 from kvchat.chat.tool_calls import CallSplitter, Part
 from kvchat.chat.tools import ToolCall

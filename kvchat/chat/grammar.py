@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvchat.chat.text_codec import TextStream
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.chat.tools import limits_of
 from kvchat.core.errors import UsageError

@@ -28,7 +28,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.grammar import AtLeast
 from kvchat.chat.saved_conversation import SavedConversation
-from kvchat.chat.text_codec import TextStream
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import ContextTooLong

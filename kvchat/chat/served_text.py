@@ -17,7 +17,8 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.fields import Fields
 from kvchat.chat.template import AnswerForm, NewTurn, Strategy
 from kvchat.chat.template_tools import Spaces, ToolForm
-from kvchat.chat.text_codec import LONG_TEXT, Segment, TextStream
+from kvchat.chat.text_codec import LONG_TEXT, Segment
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.thinking import Think, ThinkSwitch
 from kvchat.chat.tool_calls import CALL_FORMATS
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse

@@ -1,8 +1,10 @@
-"""TextCodec: the tokenizer as a chat uses it, in this process or in a server; and TextStream."""
+"""TextCodec: the tokenizer as a chat uses it, in this process or in a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from kvchat.chat.text_stream import TextStream
 
 if TYPE_CHECKING:
     from kvchat.chat.grammar import Grammars
@@ -17,16 +19,6 @@ class Segment:
 
     text: str
     is_inert: bool = False
-
-
-class TextStream(Protocol):
-    """Decodes ids to text one by one, and never splits a character."""
-
-    def feed(self, token_id: int) -> str:
-        """Take the next id; return the text that it completes, often empty."""
-
-    def flush(self) -> str:
-        """Return the text of an incomplete character at the end."""
 
 
 class TextCodec(Protocol):

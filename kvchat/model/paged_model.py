@@ -11,6 +11,7 @@ from torch import nn
 
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.cpu.compiled_step import CompiledStep
+from kvchat.model.decoder.families import steps_one_by_one
 from kvchat.model.hf.gathered import GatheredSteps
 from kvchat.model.hf.module_adapter import (
     OWN_ATTENTION,
@@ -163,10 +164,6 @@ class PagedModel:
         return logits.float()
 
 
-# Mamba-1 in transformers' own code starts a step of several tokens from an empty state.
-_ONE_BY_ONE = frozenset({"mamba", "falcon_mamba", "jamba", "zamba"})
-
-
 class StatefulModel(PagedModel):
     """A PagedModel with recurrent layers: it runs sequences with their states.
 
@@ -188,7 +185,7 @@ class StatefulModel(PagedModel):
         self._window_blocks = window_blocks
         self.state_io = StateIo(self._module, loaded.spec.state, loaded.dtype, loaded.device)
         self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
-        self._steps_one_by_one = loaded.spec.model_type in _ONE_BY_ONE
+        self._steps_one_by_one = steps_one_by_one(loaded.spec.model_type)
 
     def new_state(self) -> StateBuffer:
         return self.state_io.new_buffer()

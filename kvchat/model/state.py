@@ -8,7 +8,7 @@ tensors are views of a StateBuffer, which the cache saves and restores as bytes.
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -111,17 +111,18 @@ class _XlstmState:
         self.rnn_state[layer][index] = view
 
 
-_OWN_STATES: dict[str, type[Any]] = {"rwkv": _RwkvState, "xlstm": _XlstmState}
+# Types whose forward takes no cache of transformers' usual class.
+_OWN_STATES: dict[str, Callable[[Any], Any]] = {
+    "rwkv": _RwkvState,
+    "xlstm": _XlstmState,
+    "minimax": lambda config: _PassingThroughMiniMax(),
+}
 
 
 def new_state_cache(config: Any) -> Any:
     """Return an empty cache object for a model of `config`; raises what transformers raises."""
     own = _OWN_STATES.get(config.get_text_config().model_type)
-    if own is not None:
-        return own(config)
-    if config.get_text_config().model_type == "minimax":
-        return _PassingThroughMiniMax()
-    return _PassingThrough(config=config)
+    return own(config) if own is not None else _PassingThrough(config=config)
 
 
 def cache_argument(module: Any) -> str | None:

@@ -50,12 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dialogue(CommandContext):
-    """Receives keys and lines from its view; no method that this calls blocks.
-
-    work         its main loop
-    exit_code    is set at the end
-    has_warned   whether the user was told what leaving loses, and has sent nothing since
-    """
+    """Implements `Listener` for views. `work` is its main loop; `exit_code` is set at the end."""
 
     def __init__(
         self,
@@ -166,15 +161,13 @@ class Dialogue(CommandContext):
         self.failure = event.error
         self.quit(event.error.exit_code)
 
-    # Called by the view
+    # Listener: called by the view
     @property
     def is_answering(self) -> bool:
-        """Whether there is an answer, or a long command, that Esc and Ctrl-C would stop."""
         return self._answering.is_running or self._runner.is_stoppable
 
     @property
     def has_queue(self) -> bool:
-        """Whether there are waiting messages to edit."""
         return len(self._queue) > 0
 
     @property
@@ -237,7 +230,6 @@ class Dialogue(CommandContext):
 
     @property
     def stoppable_name(self) -> str:
-        """What Esc and Ctrl-C would stop, with its article, such as "the answer"."""
         return f"/{self._runner.name}" if self._runner.is_stoppable else self._answering.name
 
     def _accept_message(self, text: str) -> None:
@@ -284,12 +276,10 @@ class Dialogue(CommandContext):
             self.say(reason, Role.WARNING)
 
     def stop(self) -> None:
-        """Stop the answer or the command in progress."""
         self._answering.stop()
         self._runner.stop()
 
     def notice(self, text: str) -> None:
-        """Show a line until the next key."""
         self._notice = text
         self.refresh()
 
@@ -311,7 +301,6 @@ class Dialogue(CommandContext):
             await self._ahead.watch(lambda: not self.is_busy, self.refresh)
 
     def edit_queue(self, current: str, step: int) -> str | None:
-        """Move through the waiting messages; return the text to edit, None to change nothing."""
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
         self._unsent.keep()
@@ -320,7 +309,6 @@ class Dialogue(CommandContext):
         return text
 
     def stop_editing(self) -> None:
-        """Stop editing, after the prompt was cleared; the message keeps its earlier text."""
         self._queue.stop_editing()
         num_offers = len(self._queue.offers)
         self._queue.drop_offer()
@@ -339,7 +327,6 @@ class Dialogue(CommandContext):
             self.run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
-        """Go to another answer to the same message."""
         if self.is_busy:
             return
         turn = self.controller.place.step_sibling(step)
@@ -377,7 +364,6 @@ class Dialogue(CommandContext):
         self.quit(ExitCode.HANGUP)
 
     def failed(self, error: Exception) -> None:
-        """Report that a background operation of the view has failed."""
         if isinstance(error, KvchatError):
             self.say(str(error), Role.ERROR)
         else:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.terminal.key_parser import text_of_line
@@ -18,10 +18,7 @@ from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.multiline import InputBlocks, edit_text
 from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.pickers import pick_by_number
-from kvchat.terminal.view import Choice, LiveState, PickerActions, PlainPage
-
-if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions, PlainPage
 
 _TWICE_S = 2.0
 _READ_BYTES = 65536
@@ -44,7 +41,7 @@ class LineView(PlainPage):
         self._picked: asyncio.Future[str] | None = None
         self._kept_lines: list[str] = []  # lines read together with a picker's answer, for later
         self._left: asyncio.Event = asyncio.Event()
-        self._listener: Dialogue | None = None
+        self._listener: Listener | None = None
         self._num_queued = 0
         self._told_queued: list[str] = []
         self._is_prompted = False
@@ -172,7 +169,7 @@ class LineView(PlainPage):
     def copy(self, text: str) -> None:
         raise UsageError("This terminal cannot be asked to copy.", "/export writes a file.")
 
-    async def run(self, listener: "Dialogue") -> None:
+    async def run(self, listener: Listener) -> None:
         self._listener = listener
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)

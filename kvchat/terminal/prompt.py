@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from prompt_toolkit.application import Application, in_terminal
 from prompt_toolkit.application.current import set_app
@@ -47,10 +47,7 @@ from kvchat.terminal.pickers import Picker
 from kvchat.terminal.status import plural
 from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role
-from kvchat.terminal.view import Choice, LiveState, PickerActions
-
-if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
+from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
 
 # tmux wraps its lines for a new width at once, but tells the program of a second change only
 # 250 ms after the first. Rows drawn in between are for a width that the window no longer has.
@@ -188,7 +185,7 @@ class LivePrompt:
         self.painter = painter
         self.region = LiveRegion()
         self._editor = editor
-        self._listener: Dialogue | None = None
+        self._listener: Listener | None = None
         self._refused = ""  # the text that was put back last
         self._gives_way = False
         self._picked: asyncio.Future[int | None] | None = None
@@ -228,7 +225,7 @@ class LivePrompt:
     # The view
 
     @property
-    def listener(self) -> "Dialogue":
+    def listener(self) -> Listener:
         assert self._listener is not None, "keys come while the prompt runs"
         return self._listener
 
@@ -421,7 +418,7 @@ class LivePrompt:
         with self._output.stroke():
             self._output.write_raw(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
 
-    async def run(self, listener: "Dialogue") -> None:
+    async def run(self, listener: Listener) -> None:
         """Show the prompt and handle input until `leave` is called or the input ends."""
         self._listener = listener
         self._app.after_render += self._begin
@@ -470,7 +467,7 @@ class LivePrompt:
     def _show_stray(self, line: str) -> None:
         self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))
 
-    def _take_typed_ahead(self, listener: "Dialogue") -> None:
+    def _take_typed_ahead(self, listener: Listener) -> None:
         lines, rest = typed_ahead(self._app.input)
         for line in lines:
             listener.accept(line)

@@ -1,4 +1,4 @@
-"""View: what the chat needs of the terminal; keys and lines go from it to the Dialogue.
+"""View and Listener: the interfaces between the chat and the terminal, in both directions.
 
 There are two views: the live prompt (`prompt.py`), and plain lines (`line_view.py`) for screen
 readers and for terminals that cannot move the cursor. Commands use only the Page part of a view;
@@ -9,13 +9,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.theme import Role
-
-if TYPE_CHECKING:
-    from kvchat.terminal.dialogue import Dialogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +179,7 @@ class View(Page, Protocol):
     def show(self, state: LiveState) -> None:
         """Show another state below the finished rows soon."""
 
-    async def run(self, listener: "Dialogue") -> None:
+    async def run(self, listener: "Listener") -> None:
         """Pass input to `listener` until `leave` is called or the input ends."""
 
     def leave(self) -> None:
@@ -202,3 +199,72 @@ def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True, hangin
     """
     rows = page.painter.wrapped(text, page.render_context.width, role, hanging)
     page.write([*rows, *([page.painter.text("")] if gap else [])])
+
+
+class Listener(Protocol):
+    """Receives keys and lines from a view. No method blocks."""
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether there is an answer, or a long command, that Esc and Ctrl-C would stop."""
+
+    @property
+    def stoppable_name(self) -> str:
+        """What Esc and Ctrl-C would stop, with its article, such as "the answer"."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether more output may come without input: an answer, or a running command's."""
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether there are waiting messages to edit."""
+
+    @property
+    def has_warned(self) -> bool:
+        """Whether the user was told what leaving loses, and has sent nothing since."""
+
+    def accept(self, text: str) -> None:
+        """Handle a message or a command."""
+
+    def stop(self) -> None:
+        """Stop the answer or the command in progress."""
+
+    def notice(self, text: str) -> None:
+        """Show a line until the next key."""
+
+    def key_pressed(self) -> None:
+        """Remove the notice, at any key."""
+
+    def draft_changed(self, text: str) -> None:
+        """The prompt's text has changed."""
+
+    def edit_queue(self, current: str, step: int) -> str | None:
+        """Move through the waiting messages; return the text to edit, None to change nothing."""
+
+    def stop_editing(self) -> None:
+        """Stop editing, after the prompt was cleared; the message keeps its earlier text."""
+
+    def rewind(self) -> None:
+        """Let the user go back to an earlier message."""
+
+    def show_sibling(self, step: int) -> None:
+        """Go to another answer to the same message."""
+
+    def toggle_stats(self) -> None:
+        """Switch the statistics line on or off."""
+
+    def leave(self, code: int) -> None:
+        """Leave with an exit code, unless something would be lost that was not said before."""
+
+    def quit(self, code: int) -> None:
+        """Leave with an exit code, whatever is lost."""
+
+    def input_ended(self) -> None:
+        """The input has ended, and the view is ending."""
+
+    def terminal_lost(self) -> None:
+        """Writing to the terminal has failed."""
+
+    def failed(self, error: Exception) -> None:
+        """A background operation of the view has failed."""

@@ -109,6 +109,8 @@ class Family:
     allows_xielu       whether the activation xIELU is computed in float32, as here
     logits_factor, caps_logits   of the logits, by the configuration
     has_half_angles    as of Decoder
+    steps_one_by_one   whether transformers' own code starts a step of several tokens from an empty
+                       state
     outer_types   types of models around this one whose heads treat logits as its own head does
     """
 
@@ -141,6 +143,7 @@ class Family:
     logits_factor: LogitsFactor | None = None
     caps_logits: bool = False
     has_half_angles: bool = False
+    steps_one_by_one: bool = False
     outer_types: tuple[str, ...] = ()
     known: Known = Known.ALL
 
@@ -282,7 +285,8 @@ FAMILIES = {
     "nemotron_h": _HALVES,
     "mamba2": _HALVES,
     **dict.fromkeys(
-        ("mamba", "falcon_mamba"), replace(_HALVES, recurrent=("mixer", read_selective_scan))
+        ("mamba", "falcon_mamba"),
+        replace(_HALVES, recurrent=("mixer", read_selective_scan), steps_one_by_one=True),
     ),
     "zamba2": Family(
         _ONE, last_norm="final_layernorm", recurrent=("mamba", read_mamba), has_ahead=True
@@ -293,6 +297,7 @@ FAMILIES = {
         rotary=None,
         recurrent=("mamba", read_zamba_scan),
         has_ahead=True,
+        steps_one_by_one=True,
     ),
     "jamba": replace(
         _BAMBAS,
@@ -300,6 +305,7 @@ FAMILIES = {
         router="router",
         normalises=False,
         recurrent=("mamba", read_selective_scan),
+        steps_one_by_one=True,
     ),
     "gpt_oss": Family(router="router", normalises=True, has_half_angles=True),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
@@ -336,3 +342,9 @@ FAMILIES |= {
     "step3p5": replace(_NORMS, norm_offset=1.0),  # its MLP cuts large numbers off
 }
 COMPILED_TYPES = tuple(sorted(name for name in FAMILIES if Known.STEPS in FAMILIES[name].known))
+
+
+def steps_one_by_one(model_type: str) -> bool:
+    """Return whether the modules of a type compute a context in steps of one token."""
+    family = FAMILIES.get(model_type)
+    return family is not None and family.steps_one_by_one

@@ -9,7 +9,7 @@ import asyncio
 import io
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from prompt_toolkit.completion import DummyCompleter
 from prompt_toolkit.data_structures import Size
@@ -21,6 +21,7 @@ from kvchat.terminal import layout
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
+from kvchat.terminal.view import Listener
 
 _DEADLINE_S = 30.0
 
@@ -48,7 +49,7 @@ class _Window:
                 self.view = LivePrompt(
                     terminal, Painter(Look()), DummyCompleter(), InMemoryHistory(), "vi"
                 )
-                running = asyncio.ensure_future(self.view.run(cast(Any, None)))
+                running = asyncio.ensure_future(self.view.run(cast(Listener, None)))
                 await _until(lambda: self.view._app.renderer.last_rendered_screen is not None)
                 act(self)
                 await _until(lambda: wait_for in self.stdout.getvalue())
