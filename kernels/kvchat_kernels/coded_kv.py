@@ -70,6 +70,11 @@ class CodedKv:
         keys, scales = self.keys.flatten(0, 1), self.key_scales.flatten(0, 1)
         return self.code.keys.plain(keys[slots], scales[slots])
 
+    def kv_of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of slots as they were, but for rounding, in float32."""
+        values, scales = self.values.flatten(0, 1), self.value_scales.flatten(0, 1)
+        return self.keys_of(slots), self.code.values.plain(values[slots], scales[slots])
+
     def copy_slots(
         self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
     ) -> None:

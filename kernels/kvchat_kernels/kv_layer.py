@@ -74,6 +74,12 @@ class PlainKv(NamedTuple):
         """Return keys in float32."""
         return self.keys.flatten(0, 1)[slots].float()
 
+    def kv_of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values of slots, [num_slots] int64, each [num_slots,
+        num_kv_heads, dim].
+        """
+        return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
+
     def copy_slots(
         self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
     ) -> None:

@@ -132,8 +132,6 @@ def require_kv_dtype(name: str, spec: ModelSpec, config: CacheConfig) -> None:
     hint = "Use --kv-dtype auto."
     if not spec.storing_layers:
         reason = "it has no attention, and so no KV"
-    elif spec.gathered is not None:
-        reason = "it runs on the gathered path (docs/models.md)"
     elif unfit:
         dim = next(dim for dim in (unfit[0].key_dim, unfit[0].value_dim) if dim % 16)
         reason, hint = f"its heads of {dim} numbers are no multiple of 16", "Use --kv-dtype int8."

@@ -18,6 +18,7 @@ from transformers import Cache, cache_utils
 
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.spec import CacheCall, ModelSpec
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import PagedSequences
 
@@ -88,33 +89,30 @@ class _PagedSequence:
 
     start: int
     slots: torch.Tensor
-    layers: dict[CacheCall, PlainKv]
+    layers: dict[CacheCall, PlainKv | CodedKv]
 
     def extend(
         self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kv = self.layers[call]
         kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), self.slots[self.start :])
-        return self._gather(kv.keys, key), self._gather(kv.values, value)
-
-    def _gather(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        found = pool.flatten(0, 1)[self.slots]
-        return found.transpose(0, 1)[None].to(like.dtype)
+        keys, values = (part.transpose(0, 1)[None] for part in kv.kv_of(self.slots))
+        return keys.to(key.dtype), values.to(value.dtype)
 
 
 class GatheredSteps:
     """Runs steps of a module on the gathered path.
 
-    `layers[i]` is the KV of storing layer i of the spec, which must be plain.
+    `layers[i]` is the KV of storing layer i of the spec, plain or in few bits.
     """
 
     def __init__(self, module: nn.Module, spec: ModelSpec, layers: Sequence[KvLayer]) -> None:
         assert spec.gathered is not None
         calls = spec.gathered.calls
-        plain = [kv for kv in layers if isinstance(kv, PlainKv)]
-        assert len(plain) == len(layers) == len(calls), "the gathered path reads plain KV only"
+        readable = [kv for kv in layers if isinstance(kv, PlainKv | CodedKv)]
+        assert len(readable) == len(layers), "KV that cannot be gathered"
         self._module = module
-        self._layers = dict(zip(calls, plain, strict=True))
+        self._layers = dict(zip(calls, readable, strict=True))
         self._num_layers = spec.gathered.num_layers
 
     def logits(self, batch: ForwardBatch, keeps_rows: bool) -> torch.Tensor:

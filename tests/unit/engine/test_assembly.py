@@ -30,7 +30,6 @@ from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.tiers import rate_memory
 from kvchat.model import loader
 from kvchat.model.loader import LoadedModel
-from kvchat.model.spec import Gathered
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.kv_code import CODES
 from support.assembled import MEBIBYTE, assemble
@@ -124,33 +123,27 @@ def unread_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_read_weights", read)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("mamba", "it has no attention, and so no KV"),
-        ("bloom", r"it runs on the gathered path \(docs/models.md\)"),
-    ],
-)
-def test_a_model_that_cannot_have_kv_of_8_bits_is_refused_before_its_weights_are_read(
-    model_type: str, reason: str, tmp_path: Path, unread_weights: None
+def test_a_model_without_kv_is_refused_a_code_before_its_weights_are_read(
+    tmp_path: Path, unread_weights: None
 ) -> None:
     directory = tmp_path / "model"
-    every_model(every_config(model_type)).save_pretrained(directory)
+    every_model(every_config("mamba")).save_pretrained(directory)
 
-    with pytest.raises(ModelError, match=reason) as caught:
+    with pytest.raises(ModelError, match="it has no attention, and so no KV") as caught:
         assemble(directory, cache=CacheConfig(kv_dtype="int8"))
 
     assert caught.value.hint == "Use --kv-dtype auto."
 
 
-def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> None:
-    loaded = assemble(checkpoint).loaded
-    spec = replace(loaded.spec, gathered=Gathered("is so", (), len(loaded.spec.layers)))
+def test_an_engine_around_a_loaded_model_refuses_heads_that_a_code_does_not_take(
+    tmp_path: Path,
+) -> None:
+    loaded = assemble(save_checkpoint(tmp_path, tiny_model("llama", head_dim=24))).loaded
 
-    with pytest.raises(ModelError, match="it runs on the gathered path"):
-        engine_around(
-            replace(loaded, spec=spec), CacheConfig(kv_dtype="int8"), EngineConfig(), NO_MEMORY
-        )
+    with pytest.raises(ModelError, match="its heads of 24 numbers are no multiple of 16") as caught:
+        engine_around(loaded, CacheConfig(kv_dtype="int4"), EngineConfig(), NO_MEMORY)
+
+    assert caught.value.hint == "Use --kv-dtype int8."
 
 
 STORED = tuple(range(5, 45))

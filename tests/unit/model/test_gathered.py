@@ -7,24 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvchat.cache.kv_pool import CodedFormat
 from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import load_trusted
-from kvchat.engine.kv_storage import kv_geometry, kv_identity
+from kvchat.engine.kv_storage import kv_geometry, kv_identity, small_kv
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.hf.gathered import cache_over
 from kvchat.model.hf.model_class import loads_towers, without_towers
 from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
 from kvchat.model.packed.quantise import is_packed
-from kvchat.model.paged_model import PagedModel
+from kvchat.model.paged_model import KvLayers, PagedModel
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.spec import CacheCall
+from kvchat_kernels.kv_code import INT8
+from kvchat_kernels.kv_layer import PlainKv
+from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.slot_positions import SlotPositions
 from support.architectures import GATHERED
+from support.assembled import assemble
+from support.chains import be_patient
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
+from support.greedy_answer import greedy_answer
 
 
 class KeptTokens:
@@ -92,6 +100,60 @@ def test_an_index_is_stored_in_halves_and_comes_back_whole() -> None:
     [(call, key, value)] = kept.calls
     assert call == CacheCall(0, is_index=True)
     assert key.shape == value.shape == (1, 1, 4, 3)
+
+
+def write_rounded(
+    kv: PlainKv, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write plain KV of numbers that are rounded as a code rounds them: the twin."""
+    keys, values = (
+        code.plain(*code.quantised(x)) for code, x in ((INT8.keys, key), (INT8.values, value))
+    )
+    kv_write(keys, values, kv.keys, kv.values, slot_mapping)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_kv_in_few_bits_is_gathered_as_it_was_rounded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(checkpoint(name, tmp_path))
+    plain = kv_geometry(loaded.spec, CacheConfig(8), loaded.dtype)
+    ids = list(range(5, 25))
+
+    def logits(pools: KvLayers) -> torch.Tensor:
+        model = PagedModel(loaded, pools)
+        steps = (SequencePiece(ids[a:b], a, [2, 1, 3], b - a) for a, b in ((0, 13), (13, 20)))
+        return torch.cat([model.forward_pieces([piece], 8) for piece in steps])
+
+    coded = replace(plain, format=CodedFormat(INT8))
+    found, own = (logits(small_kv(of, loaded.device, 4, 8)) for of in (coded, plain))
+    monkeypatch.setattr(PlainKv, "write", write_rounded)
+    rounded = logits(small_kv(plain, loaded.device, 4, 8))
+
+    torch.testing.assert_close(found, rounded, rtol=1e-4, atol=1e-4)
+    assert 1e-4 < (found - own).abs().max() < found.std()
+
+
+def test_a_chat_over_few_bits_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own KV, and with KV of more bits."""
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")  # random weights change their minds
+    model, answers, found = checkpoint("bloom", tmp_path / "m"), [], []
+    for kv_dtype in ("auto", "int8", "int8"):
+        some, directory = Size(num_bytes=1 << 20), tmp_path / "kv"
+        cache = CacheConfig(device_bytes=some, kv_dtype=kv_dtype, directory=directory)
+        engine = assemble(model, cache=cache).engine
+        be_patient(engine.chain)
+        assert engine.chain.flush(60.0)
+        answer, cached = greedy_answer(engine, list(range(5, 55)), 4)
+        assert engine.chain.flush(60.0)
+        engine.close()
+        answers.append(answer)
+        found.append(cached.places)
+
+    assert answers[0] == answers[1] == answers[2]
+    assert found[1]["disk as float32"] == found[2]["disk"] == 48
 
 
 def test_kv_of_the_gathered_path_has_an_identity_of_its_own(tmp_path: Path) -> None:
