@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.store import SessionStore
+from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell
 from support.outside import Outside
 from support.pack_chains import used_bytes
 from support.soak_sizes import short_and_long
+from support.stateful_models import STATEFUL
 from support.victim import (
     Moment,
     Run,
@@ -83,17 +85,31 @@ def test_no_kill_loses_a_word(
         )
 
 
+@short_and_long(2, 30)
+def test_no_kill_loses_a_word_of_a_hybrid_over_few_bits(
+    shell: ForkedShell, tmp_path: Path, totals: Counter[str], size: int
+) -> None:
+    """Its snapshots are written beside KV in a code."""
+    kind, settings = STATEFUL["lfm2"]
+    hybrid = never_stopping(tiny_model(kind, max_position_embeddings=CONTEXT, **settings))
+    model, when = save_checkpoint(tmp_path / "hybrid", hybrid), moments(random.Random(7), size)
+
+    kill_one_chat(shell, model, when, totals, "--kv-dtype", "int8")
+
+
 def kill_one_chat(
-    shell: ForkedShell, model: Path, when: Iterator[Moment], totals: Counter[str]
+    shell: ForkedShell, model: Path, when: Iterator[Moment], totals: Counter[str], *flags: str
 ) -> Conversation:
-    """Have processes go on with one conversation, each until its moment, and one to its end."""
+    """Have processes go on with one conversation, each until its moment, and one to its end. Each
+    has `flags`.
+    """
     store = SessionStore(shell.home / ".local/share/kvchat/sessions")
     outside = Outside(shell.home)
     runs: list[Run] = []
     session: str | None = None
     for number, moment in enumerate(when):
         lines = [f"{number}.{turn}" for turn in range(NUM_LINES)]
-        runs.append(Victim(shell, model, session, lines, moment=moment).die())
+        runs.append(Victim(shell, model, session, lines, *flags, moment=moment).die())
         note(totals, runs[-1])
         outside.assert_untouched()
         session = session or runs[-1].session
@@ -101,7 +117,7 @@ def kill_one_chat(
         if session is not None:
             assert_nothing_was_lost(store.read(session).conversation, runs)
 
-    runs.append(Victim(shell, model, session, ["and on", "and on and on"]).finish())
+    runs.append(Victim(shell, model, session, ["and on", "and on and on"], *flags).finish())
 
     assert [has_ended for _, has_ended in runs[-1].answers] == [True, True]
     outside.assert_untouched()

@@ -1,8 +1,14 @@
 """The recall suite is the same each time, fits its room, and asks for what the text says."""
 
 import re
+from pathlib import Path
 
-from kvchat.bench.recall import NUM_FACTS, NUM_TEXTS, recall_texts
+import torch
+
+from kvchat.bench.recall import NUM_FACTS, NUM_TEXTS, RecallText, recall, recall_texts
+from support.assembled import assemble
+from support.checkpoints import save_checkpoint, tiny_model
+from support.stateful_models import STATEFUL, words
 
 
 def encode(text: str) -> list[int]:
@@ -36,3 +42,18 @@ def test_a_question_asks_for_what_the_text_says() -> None:
 
 def test_a_tokenizer_of_letters_has_no_answers_to_choose_from() -> None:
     assert recall_texts(lambda text: [1, *text.encode()], 600) == []
+
+
+def test_a_question_is_asked_behind_the_text_alone(tmp_path: Path) -> None:
+    """Recurrent state that has read a question is not the next one's."""
+    model_type, settings = STATEFUL["lfm2"]
+    model = tiny_model(model_type, **settings)
+    text = RecallText(words(90, seed=1), [words(5, seed=n) for n in range(2, 8)], list(range(30)))
+
+    found = recall(assemble(save_checkpoint(tmp_path, model)), text)
+
+    with torch.inference_mode():
+        contexts = (torch.tensor([[*text.ids, *question]]) for question in text.questions)
+        logits = [model(ids, use_cache=False).logits[0, -1] for ids in contexts]
+    assert found == [int(row[text.answers].argmax()) for row in logits]
+    assert len(set(found)) > 1

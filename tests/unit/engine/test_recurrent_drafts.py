@@ -3,6 +3,8 @@
 A chat runs twice, plainly and with drafts that are often wrong; each snapshot in the tree is
 compared. Every second chat also asks in batches and restarts from the disk, and its run with drafts
 has requests preempted and cancelled: prompts are then read in other parts, which changes rounding.
+Every fourth has KV in few bits, where steps are compiled: a number whose last bits differ may go to
+another level.
 """
 
 import random
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from kvchat.core.events import RequestFailed, TokensGenerated
+from kvchat.core.parameters import KV_CODES
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_policy import DraftPolicy
 from kvchat.engine.drafters import DraftOrder, Offer
@@ -22,6 +25,7 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Speculation
 from kvchat.model.loader import LoadedModel
+from kvchat_kernels.kv_code import INT4
 from support.cached_contexts import images_of
 from support.fixed_drafts import FixedDraftPolicy
 from support.soak_sizes import short_and_long
@@ -82,7 +86,12 @@ class Run:
 
     def _open(self) -> Engine:
         directory = None if self.is_calm else self.directory
-        return open_engine(self.loaded, directory, speculation=self._speculation())
+        is_coded = self.seed % 4 == 2 and self.loaded.compiled is not None
+        code = KV_CODES[self.seed // 4 % len(KV_CODES)] if is_coded else "auto"
+        if code == "int4" and not INT4.takes(*_dims(self.loaded)):
+            code = "int8"
+        speculation = self._speculation()
+        return open_engine(self.loaded, directory, speculation=speculation, kv_dtype=code)
 
     def _speculation(self) -> Speculation | None:
         if self.known is None:
@@ -159,6 +168,11 @@ class Run:
             context = cache.with_state(ids, position)
             first, last = position // BLOCK, len(context) // BLOCK
             self.states[tuple(ids[:position])] = bytes(images_of(cache, context, first, last))
+
+
+def _dims(loaded: LoadedModel) -> tuple[int, int]:
+    layer = loaded.spec.storing_layers[0]
+    return layer.key_dim, layer.value_dim
 
 
 def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Iterator[int]:
