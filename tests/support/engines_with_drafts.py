@@ -18,6 +18,7 @@ def build(
     head: Path | None,
     kv: Path | None = None,
     num_bytes: int = 32 << 20,
+    kv_dtype: str = "auto",
     **model: str,
 ) -> AssembledEngine:
     """Without a head, the model drafts with what it has."""
@@ -25,7 +26,7 @@ def build(
         find_model(str(target)),
         find_model(str(head)) if head is not None else None,
         ModelConfig(**{"dtype": "float32", **model}),
-        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=kv),
+        CacheConfig(device_bytes=Size(num_bytes=num_bytes), kv_dtype=kv_dtype, directory=kv),
         EngineConfig(max_context=400, max_step_tokens=32),
         SpeculationConfig("auto"),
         NO_MEMORY,

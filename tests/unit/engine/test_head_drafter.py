@@ -33,13 +33,17 @@ IN_GGUF = ("qwen35", "qwen3next", "glm4_moe", "deepseek_v3, yarn")
 
 
 def open_with_head(
-    directory: Path, num_bytes: int = 32 << 20, dtype: str = "float32", step: int = 32
+    directory: Path,
+    num_bytes: int = 32 << 20,
+    dtype: str = "float32",
+    step: int = 32,
+    kv_dtype: str = "auto",
 ) -> Engine:
     assembled = build_speculating_engine(
         find_model(str(directory)),
         None,
         ModelConfig(dtype=dtype),
-        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=None),
+        CacheConfig(device_bytes=Size(num_bytes=num_bytes), kv_dtype=kv_dtype, directory=None),
         EngineConfig(max_context=400, max_step_tokens=step),
         SpeculationConfig("auto"),
         NO_MEMORY,
@@ -125,8 +129,20 @@ def test_its_logits_are_those_of_its_layer_over_the_whole_context(
 
 def test_answers_are_those_without_drafts(checkpoint: tuple[NextHead, Path]) -> None:
     """Branches, samples and batches; its cache is small enough to evict."""
-    _, directory = checkpoint
-    engine = open_with_head(directory, num_bytes=3 << 20)
+    compare_answers(open_with_head(checkpoint[1], num_bytes=3 << 20))
+
+
+def test_answers_over_few_bits_are_those_without_drafts(tmp_path: Path) -> None:
+    """Of the model with recurrent state; its head's KV keeps its bits."""
+    write_with_head(tmp_path, "qwen3_5, compiled")
+    engine = open_with_head(tmp_path, num_bytes=3 << 20, kv_dtype="int8")
+    assert engine.status().kv_dtype == "int8"
+
+    compare_answers(engine)
+
+
+def compare_answers(engine: Engine) -> None:
+    """Compare what a head's guesses lead to with plain decoding; close the engine."""
     engine.speculation._policy = FixedDraftPolicy(3)
     rng = random.Random(0)
     [drafter] = [d for d in engine.speculation._drafters if isinstance(d, HeadDrafter)]

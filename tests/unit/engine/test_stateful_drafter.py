@@ -28,8 +28,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return save_checkpoint(tmp_path_factory.mktemp("m"), tiny_model(model_type, **settings))
 
 
-def engine_of(target: Path, draft: Path, kv: Path | None = None) -> Engine:
-    assembled = build(target, draft, kv)
+def engine_of(target: Path, draft: Path, kv: Path | None = None, kv_dtype: str = "auto") -> Engine:
+    assembled = build(target, draft, kv, kv_dtype=kv_dtype)
     assert not [note for note in assembled.ready.notes if "without the draft" in note]
     engine = assembled.engine
     engine.speculation._policy = FixedDraftPolicy(3)
@@ -80,6 +80,29 @@ def test_a_next_turn_begins_at_a_snapshot(directory: Path) -> None:
     assert drafter.cache.num_reusable_tokens([*context, 1, 2, 3, *given]) >= 112
     total = engine.speculation.status().total
     assert total.num_accepted == total.num_drafted > drafted
+    engine.close()
+
+
+def test_a_target_over_few_bits_has_its_draft_models_guesses(tmp_path: Path) -> None:
+    """The draft model's own KV keeps its bits."""
+    model_type, settings = STATEFUL["qwen3_5, compiled"]
+    directory = save_checkpoint(tmp_path / "m", tiny_model(model_type, **settings))
+    engine = engine_of(directory, directory, kv_dtype="int8")
+    drafter = engine.speculation.drafter(StatefulDrafter)
+    assert drafter is not None
+    formats = [cache.kv_pool.geometry.format for cache in (engine.cache, drafter.cache)]
+    assert [each.setting for each in formats] == ["int8", ""]
+    context: list[int] = []
+    for turn in range(3):
+        prompt = [*context, *words(30, turn)]
+        engine.speculation.switch(Mode.OFF)
+        plain = answer(engine, prompt, 20)
+        engine.speculation.switch(Mode.DRAFT)
+        assert answer(engine, prompt, 20) == plain
+        check(engine)
+        context = [*prompt, *plain[0]]
+    total = engine.speculation.status().total
+    assert total.num_accepted > total.num_drafted / 2
     engine.close()
 
 
