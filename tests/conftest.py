@@ -1,6 +1,7 @@
 """Settings of the whole test run."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -88,6 +89,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _own_log_levels() -> Iterator[None]:
+    """A program that a test ran in this process leaves no level behind, which hides records."""
+    loggers = [logging.getLogger(name) for name in ("kvchat", "kvchat_kernels")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -182,11 +182,9 @@ def log(home: Home) -> Iterator[None]:
     (home.root / "state").mkdir(exist_ok=True)
     handler = logging.FileHandler(home.root / "state" / "kvchat.log")
     logger = logging.getLogger("kvchat")
-    before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield
-    logger.setLevel(before)
     logger.removeHandler(handler)
     handler.close()
 
