@@ -43,7 +43,7 @@ os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
 _IS_FIRST = "DIRECTORY_OF_TEST_RUN" not in os.environ
 if _IS_FIRST:
     os.environ["DIRECTORY_OF_TEST_RUN"] = tempfile.mkdtemp(prefix="kvchat-tests-")
-    Path(os.environ["DIRECTORY_OF_TEST_RUN"], "probes").mkdir()
+    Path(os.environ["DIRECTORY_OF_TEST_RUN"], "known").mkdir()
     # What a test keeps without a home of its own is the run's, not the user's.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     os.environ["HOME"] = str(Path(os.environ["DIRECTORY_OF_TEST_RUN"], "home"))
@@ -109,15 +109,16 @@ def memory() -> FactMemory:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cheap_starts() -> Iterator[None]:
-    """Fork the processes of chat templates, compile one form of a kernel, probe a model once."""
-    from support import known_probes, no_races
+    """Fork the processes of chat templates, compile one form of a kernel, test a model once."""
+    from support import known_models, no_races
     from support.template_forks import TemplateForks
 
     forks = TemplateForks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvchat.chat.template_process.subprocess", forks)
         patch.setattr("kvchat_kernels.cpu.races._race", no_races.choose)
-        patch.setattr("kvchat.model.loader.probe_meta", known_probes.find_or_probe)
+        patch.setattr("kvchat.model.loader.probe_meta", known_models.find_or_probe)
+        patch.setattr("kvchat.engine.assembly.ensure_trusted", known_models.trust_or_test)
         yield
     forks.close()
 

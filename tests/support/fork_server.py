@@ -411,10 +411,10 @@ def serve(path: Path) -> None:
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes number 0
     _import_everything()
-    from support import known_probes, no_races  # import torch
+    from support import known_models, no_races  # import torch
 
     no_races.use()
-    known_probes.use()
+    known_models.use()
     clients: list[socket.socket] = []
     select.select([listening], [], [])
     while _accept(listening, clients) or clients or _is_last_call(path, listening, clients):

@@ -12,7 +12,6 @@ from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity, small_kv
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
@@ -21,7 +20,7 @@ from kvchat.model.hf.model_class import loads_towers, without_towers
 from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
 from kvchat.model.packed.quantise import is_packed
 from kvchat.model.paged_model import KvLayers, PagedModel
-from kvchat.model.self_test import compare_with_own
+from kvchat.model.self_test import compare_with_own, ensure_trusted
 from kvchat.model.spec import CacheCall
 from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.kv_layer import PlainKv
@@ -194,15 +193,10 @@ def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
 
     directory = checkpoint("bart", tmp_path)
     monkeypatch.setattr(GatheredSteps, "logits", fail)
+    loaded = load_model(find_model(str(directory)), ModelConfig(dtype="float32"), None, print)
 
     with pytest.raises(ModelUnsupported, match="over a paged cache failed"):
-        load_trusted(
-            find_model(str(directory)),
-            ModelConfig(dtype="float32"),
-            None,
-            NO_MEMORY,
-            lambda event: None,
-        )
+        ensure_trusted(loaded, NO_MEMORY)
 
 
 def test_info_names_the_path_and_its_reason(
