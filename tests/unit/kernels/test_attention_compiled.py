@@ -32,6 +32,7 @@ from support.compiling import (
     GpuCode,
     compile_for,
 )
+from support.matrix import spread
 
 PROCESSORS = 132
 LARGE, SMALL = (Card(PROCESSORS, gpu.shared_bytes) for gpu in (HOPPER, RTX_40))
@@ -51,6 +52,8 @@ SMALL_VARIANTS = [
     *((RTX_40, (512, 512), query_len) for query_len in (1, 8, 2048)),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
 ]
+# What most models need is compiled in every run, a share of the others: compiling takes a second.
+_COMMON = [(gpu, (128, 128), n) for gpu in (HOPPER, RTX_40) for n in (1, 2048)]
 # Over KV in int8 the tiles of most models, over other codes a few; long runs compile every tile for
 # every kind of GPU.
 _CODED_TILES = [
@@ -73,10 +76,14 @@ CODED_VARIANTS = [
         *variant,
         code,
         id="-".join(map(str, (*variant, code.name))),
-        marks=() if variant in (_CODED_TILES if code is INT8 else _FEW_TILES) else pytest.mark.soak,
+        marks=()
+        if code is INT8 and variant in _COMMON
+        else pytest.mark.matrix(number)
+        if variant in (_CODED_TILES if code is INT8 else _FEW_TILES)
+        else pytest.mark.soak,
     )
     for code in CODES.values()
-    for variant in _CODED_TILES + _OTHER_CODED_TILES
+    for number, variant in enumerate(_CODED_TILES + _OTHER_CODED_TILES)
 ]
 OTHER_DIMS = [(16, 16), (20, 20), (32, 32), (80, 80), (96, 96), (128, 256), (192, 128)]
 DIMS = [*((dim, dim) for dim in (64, 128, 256, 512)), *OTHER_DIMS]
@@ -143,10 +150,12 @@ PRIVATE_VARIANTS = [
         make,
         id=f"{gpu}-{dim}-{query_len}-{make.__name__}",
         marks=()
+        if make is plain_call and (gpu, (dim, dim), query_len) in _COMMON
+        else pytest.mark.matrix(number)
         if dim == 128 and make is plain_call and query_len in (1, 2048) and gpu is not BLACKWELL
         else pytest.mark.soak,
     )
-    for gpu in GPUS
+    for number, gpu in enumerate(GPUS)
     for dim in (64, 128, 256, 512)
     for query_len in QUERIES
     for make in (plain_call, coded_call)
@@ -174,7 +183,11 @@ def launches(call: AttentionCall, gpu: Gpu = HOPPER) -> Iterator[Launch]:
     return plan_launches(call, card_of(gpu))
 
 
-@pytest.mark.parametrize(("dims", "query_len"), VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "query_len"),
+    spread(VARIANTS, [*(((128, 128), n) for n in QUERIES), ((256, 256), 2048), ((512, 512), 8)]),
+    ids=str,
+)
 def test_with_every_rule_nothing_spills_and_loads_are_wide(
     dims: tuple[int, int], query_len: int
 ) -> None:
@@ -191,7 +204,11 @@ def test_with_every_rule_nothing_spills_and_loads_are_wide(
         compiled(launch)
 
 
-@pytest.mark.parametrize(("gpu", "dims", "query_len"), SMALL_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("gpu", "dims", "query_len"),
+    spread(SMALL_VARIANTS, [*_COMMON[2:], (RTX_40, (256, 256), 8), (RTX_40, (512, 512), 1)]),
+    ids=str,
+)
 def test_tiles_fit_gpus_with_less_shared_memory(
     gpu: Gpu, dims: tuple[int, int], query_len: int
 ) -> None:

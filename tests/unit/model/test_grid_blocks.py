@@ -19,6 +19,7 @@ from kvchat_kernels.linear.blocks import BlockWeights, dequantised, with_columns
 from kvchat_kernels.linear.cpu import BlockProduct
 from kvchat_kernels.linear.gguf_blocks import block_weights
 from kvchat_kernels.linear.table_rows import TableRows, can_read
+from support.matrix import spread
 from support.other_process import run_python
 
 # Bytes of memory beside those of the file, at most.
@@ -100,7 +101,7 @@ def test_points_are_looked_up_in_products(name: str) -> None:
     assert_products(name)
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", spread(GRIDS, ["IQ1_M", "IQ2_XS", "IQ3_S", "TQ1_0"]))
 def test_points_are_multiplied_with_activations_of_8_bits(name: str) -> None:
     """As in large models; 20 rows share one reading of the points."""
     weights = random_weights(name, 7, 2304)
@@ -116,7 +117,7 @@ def test_points_are_multiplied_with_activations_of_8_bits(name: str) -> None:
     assert torch.equal(found[:3], product(x[:3]))
 
 
-@pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3"])
+@pytest.mark.parametrize("level", spread(["x86-64-v2", "x86-64-v3"], ["x86-64-v3"]))
 def test_points_are_looked_up_on_older_processors(level: str) -> None:
     if level == "x86-64-v3" and not has_feature("avx2"):
         pytest.skip("the processor has no avx2")
