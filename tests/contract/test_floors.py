@@ -107,14 +107,17 @@ def name_in_package(path: Path) -> str:
     return "/".join(parts[1:])
 
 
-@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-@cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree_of(path)))
+def statements_of(parent: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements in another, handlers and cases too: many fewer than there are nodes."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(parent, name, ())
+        for child in children if isinstance(children, list) else ():
+            yield child
+            yield from statements_of(child)
 
 
 @cache
@@ -124,7 +127,7 @@ def imported_modules(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def _imported(path: Path) -> Iterator[tuple[int, str]]:
-    for node in nodes_of(path):
+    for node in statements_of(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -216,7 +219,7 @@ def test_modules_do_not_import_each_other_but_for_the_circles_that_are_named() -
 def test_a_file_introduces_itself_and_has_a_telling_name() -> None:
     files = [*SOURCES, *TESTS]
 
-    assert not [path for path in files if not ast.get_docstring(tree_of(path))]
+    assert not [path for path in files if not path.read_text().startswith(('"""', 'r"""'))]
     assert not [path for path in files if path.stem in REFUSED_NAMES]
 
 
@@ -261,7 +264,7 @@ def test_every_imported_package_is_declared() -> None:
 
 def subclassed(path: Path) -> set[str]:
     """Return the packages of which a file extends classes."""
-    nodes = nodes_of(path)
+    nodes = list(statements_of(tree_of(path)))
     package_of = {
         alias.asname or alias.name.split(".")[0]: (getattr(node, "module", 0) or alias.name)
         for node in nodes
@@ -309,14 +312,16 @@ def test_every_package_is_on_a_floor() -> None:
 
 def foreign_code(path: Path) -> Iterator[str]:
     """Yield what a file unpickles, or runs that is not its own."""
-    for node in nodes_of(path):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for name in {alias.name for alias in node.names} & {"pickle", "dill", "marshal"}:
                 yield f"{path}:{node.lineno} imports {name}"
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called in {"eval", "exec", "torch.load", "os.system"}:
-                yield f"{path}:{node.lineno} calls {called}"
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in {"eval", "exec", "load", "system"}:
+                called = ast.unparse(node.func)
+                if called in {"eval", "exec", "torch.load", "os.system"}:
+                    yield f"{path}:{node.lineno} calls {called}"
             for keyword in node.keywords:
                 allowed = {"trust_remote_code": "False", "shell": "False"}.get(keyword.arg or "")
                 if allowed is not None and ast.unparse(keyword.value) != allowed:
@@ -331,7 +336,7 @@ def test_nothing_is_unpickled_and_no_foreign_code_is_run() -> None:
 
 def swallowed_errors(path: Path) -> Iterator[str]:
     """Yield the handlers of every error that neither raise again, nor log, nor hand it on."""
-    for node in nodes_of(path):
+    for node in statements_of(tree_of(path)):
         if not isinstance(node, ast.ExceptHandler) or node.type is None:
             continue
         if ast.unparse(node.type) not in {"Exception", "BaseException"}:
