@@ -201,7 +201,7 @@ def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Itera
 
 
 @pytest.mark.parametrize("name", NAMES)
-@short_and_long(4, 250)
+@short_and_long(3, 250)
 def test_random_chats_are_those_of_plain_decoding(size: int, name: str, tmp_path: Path) -> None:
     _, loaded = load_stateful(name, tmp_path / "model")
     counts = [tuple(compare(name, loaded, tmp_path, seed)) for seed in range(size)]

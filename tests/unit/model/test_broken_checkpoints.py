@@ -32,7 +32,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return directories
 
 
-@short_and_long(range(10), range(1000, 4000))
+@short_and_long(range(6), range(1000, 4000))
 def test_a_broken_checkpoint_loads_or_is_refused(
     size: range, originals: list[Path], tmp_path: Path
 ) -> None:

@@ -238,7 +238,7 @@ print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils._
     assert run_python(program).split() == ["module", "transformers.modeling_utils"]
 
 
-@pytest.mark.parametrize(("given", "read"), [(None, "1"), ("0", "0")])
+@pytest.mark.parametrize(("given", "read"), spread([(None, "1"), ("0", "0")], [(None, "1")]))
 def test_what_libraries_alone_read_is_not_left_to_other_programs(
     given: str | None, read: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
