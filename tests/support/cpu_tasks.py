@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.cpu import attention
+from kvchat_kernels.cpu import attention_task
 from kvchat_kernels.cpu.attention_kernels import attention_kernel, joining_kernel
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program
@@ -40,7 +40,7 @@ def run_units(operation: Operation, num_units: int, num_threads: int) -> None:
 
 
 def attended(
-    form: attention.AttentionForm,
+    form: attention_task.AttentionForm,
     span: AttentionSpan,
     sequences: PagedSequences,
     query: torch.Tensor,
@@ -54,7 +54,7 @@ def attended(
     out = torch.zeros(len(query), form.num_heads, form.value_dim)
     parts = Parts(span, form.num_heads, form.num_kv_heads, form.value_dim)
     keys, values = (pools.keys, pools.values) if isinstance(pools, CodedKv) else pools
-    task = attention.AttentionTask(
+    task = attention_task.AttentionTask(
         record=parts.record,
         query=query,
         query_stride=query.stride(0) * 4,
