@@ -195,16 +195,16 @@ class FeedReader:
 
     def _with_snapshot(self, tier: Tier, feed: Feed, keys: Sequence[bytes]) -> list[BlockRun]:
         size, manager = self._manager.block_size, self._manager
+        state = encode_ids(manager.with_state((), 0))
+        beginning = state[: self._block_bytes]
         for num_blocks in range(len(keys), feed.num_known // size, -1):
+            parent = keys[num_blocks - 1]
+            if not tier.peek(chain_keys(parent, beginning, self._block_bytes), beginning):
+                continue  # as at most ends of blocks; a snapshot may have hundreds of keys
             ids = manager.with_state(feed.ids, num_blocks * size)
-            encoded = encode_ids(ids)
-            state = encoded[num_blocks * self._block_bytes :]
-            state_keys = chain_keys(keys[num_blocks - 1], state, self._block_bytes)
-            if not tier.peek(state_keys[:1], state[: self._block_bytes]):
-                continue
-            all_keys = [*keys[:num_blocks], *state_keys]
+            all_keys = [*keys[:num_blocks], *chain_keys(parent, state, self._block_bytes)]
             first = manager.num_cached_tokens(ids) // size if tier.is_quick else 0
-            runs = self._runs(tier, all_keys, encoded, first, feed.is_one_shot)
+            runs = self._runs(tier, all_keys, encode_ids(ids), first, feed.is_one_shot)
             if first + sum(run.num_blocks for run in runs) == len(all_keys):
                 feed.ids = [*ids, NO_TOKEN]
                 return runs
