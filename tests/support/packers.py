@@ -1,4 +1,4 @@
-"""Packs weights as other programs do, from the formats' public definitions and one value at a time.
+"""Packs weights as other programs do, from the formats' public definitions.
 
 Each packer draws numbers of its format, so that nothing is rounded, and returns the tensors of the
 file with the weight that they stand for. Nothing here is shared with the reader under test.
@@ -59,6 +59,11 @@ def scales(draw: Draw, rows: int, columns: int) -> torch.Tensor:
     )
 
 
+def _of_columns(numbers: torch.Tensor, group: int, columns: int) -> torch.Tensor:
+    """Return a number for each column; `numbers` has one for each group of them."""
+    return numbers.repeat_interleave(group, 1)[:, :columns]
+
+
 def gptq(
     draw: Draw,
     rows: int,
@@ -80,11 +85,7 @@ def gptq(
     group_of = [column // group for column in range(columns)]
     if is_ordered_by_activation:
         draw.shuffle(group_of)
-    weight = torch.zeros(rows, columns)
-    for row in range(rows):
-        for column, number in enumerate(group_of):
-            level = values[row][column] - zeros[number][row]
-            weight[row, column] = level * scale[number, row]
+    weight = (torch.tensor(values) - torch.tensor(zeros)[group_of].t()) * scale[group_of].t()
     stored = [[zero - zero_less for zero in row] for row in zeros]
     return PackedWeight(
         {
@@ -93,7 +94,7 @@ def gptq(
             "scales": scale.half(),
             "g_idx": torch.tensor(group_of, dtype=torch.int32),
         },
-        weight,
+        weight.contiguous(),
     )
 
 
@@ -101,13 +102,10 @@ def awq(draw: Draw, rows: int, columns: int, group: int = 32) -> PackedWeight:
     num_groups = columns // group
     values, zeros = levels(draw, columns, rows, 4), levels(draw, num_groups, rows, 4)
     scale = scales(draw, num_groups, rows)
-    weight = torch.zeros(rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            level = values[column][row] - zeros[column // group][row]
-            weight[row, column] = level * scale[column // group, row]
+    zero, factor = (_of_columns(x.t(), group, columns) for x in (torch.tensor(zeros), scale))
+    weight = (torch.tensor(values).t() - zero) * factor
     parts = {"qweight": _awq_words(values), "qzeros": _awq_words(zeros), "scales": scale.half()}
-    return PackedWeight(parts, weight)
+    return PackedWeight(parts, weight.contiguous())
 
 
 def _awq_words(rows: Rows) -> torch.Tensor:
@@ -121,10 +119,8 @@ def _awq_words(rows: Rows) -> torch.Tensor:
 def fp8_blocks(draw: Draw, rows: int, columns: int, block: tuple[int, int]) -> PackedWeight:
     values = _fp8(draw, rows, columns)
     scale = scales(draw, -(-rows // block[0]), -(-columns // block[1]))
-    weight = values.float()
-    for row in range(rows):
-        for column in range(columns):
-            weight[row, column] *= scale[row // block[0], column // block[1]]
+    factors = scale.repeat_interleave(block[0], 0)[:rows]
+    weight = values.float() * _of_columns(factors, block[1], columns)
     return PackedWeight({"weight": values, "weight_scale_inv": scale}, weight)
 
 
@@ -159,12 +155,10 @@ def pack_quantized(
     zeros = levels(draw, rows, num_groups, bits)
     if not has_zeros:
         zeros = [[middle] * num_groups for _ in range(rows)]
-    weight = torch.zeros(rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            number = column // group
-            # Both are stored plus the middle, so that it cancels.
-            weight[row, column] = (values[row][column] - zeros[row][number]) * scale[row, number]
+    zero, factor = (_of_columns(x, group, columns) for x in (torch.tensor(zeros), scale))
+    weight = (
+        torch.tensor(values) - zero
+    ) * factor  # both are stored plus the middle, which cancels
     parts = {
         "weight_packed": words(values, bits),
         "weight_scale": scale.half(),
@@ -189,10 +183,7 @@ def _halves(numbers: Rows, low_first: bool = True) -> torch.Tensor:
 
 def _fp4_rows(draw: Draw, rows: int, columns: int, group: int, scale: torch.Tensor) -> Any:
     codes = levels(draw, rows, columns, 4)
-    weight = torch.zeros(rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            weight[row, column] = FP4[codes[row][column]] * scale[row, column // group]
+    weight = torch.tensor(FP4)[torch.tensor(codes)] * _of_columns(scale, group, columns)
     return _halves(codes), weight
 
 
@@ -276,11 +267,8 @@ def bitsandbytes_8(draw: Draw, rows: int, columns: int) -> PackedWeight:
 def mlx(draw: Draw, rows: int, columns: int, bits: int = 4, group: int = 32) -> PackedWeight:
     values = levels(draw, rows, columns, bits)
     scale, offset = (scales(draw, rows, columns // group) for _ in range(2))
-    weight = torch.zeros(rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            number = column // group
-            weight[row, column] = values[row][column] * scale[row, number] - offset[row, number]
+    factor, below = (_of_columns(x, group, columns) for x in (scale, offset))
+    weight = torch.tensor(values) * factor - below
     parts = {
         "weight": words(values, bits).view(torch.uint32),
         "scales": scale.half(),
