@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from support.budgets import BUDGETS_S, over_budget
+from support.budgets import BUDGETS_S, _children, over_budget
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,3 +21,8 @@ def test_every_directory_of_tests_has_a_budget() -> None:
     directories = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
 
     assert directories - {"gpu"} == BUDGETS_S.keys()
+
+
+def test_a_process_that_has_ended_has_no_children() -> None:
+    """A run ended in an error of pytest: a process that it counted had ended meanwhile."""
+    assert _children(-1) == []
