@@ -247,6 +247,17 @@ class CacheManager:
         """
         return 0
 
+    def hold_more_windows(self, table: BlockTable, num_tokens: int) -> None:
+        """From now on, let a table use window blocks of so many tokens behind its window, while
+        there is room: its last tokens can then be computed again.
+        """
+
+    def first_computable(self, table: BlockTable) -> int:
+        """Return the position from which on tokens can be computed again: all layers have what
+        they see.
+        """
+        return 0
+
     def use_spare_block(self, table: BlockTable) -> bool:
         """Replace a table's last block by a writable copy of it in the spare block; false if there
         is no spare block.

@@ -37,11 +37,13 @@ class TableWindow:
     """Which of one table's blocks have the window blocks that its sequence may look at.
 
     These are the blocks from number `first` on. `ends` are numbers of blocks after which another
-    sequence may begin: where the prompt left a known context, and where it ended.
+    sequence may begin: where the prompt left a known context, and where it ended. `num_more` blocks
+    behind the window are used too, while there is room.
     """
 
     first: int
     ends: tuple[int, ...] = ()
+    num_more: int = 0
 
 
 @dataclass(slots=True)

@@ -138,6 +138,28 @@ class WindowedCacheManager(CacheManager):
         window.first = first
         return first
 
+    def reserve(self, table: BlockTable, start: int, end: int) -> bool:
+        """Without room, a table lets go of what it uses behind its window."""
+        if super().reserve(table, start, end):
+            return True
+        window = _window_of(table)
+        if not window.num_more:
+            return False
+        window.num_more = 0
+        self._let_go_behind(table, table.slot_of(start) // self.block_size - self.window_blocks)
+        return super().reserve(table, start, end)
+
+    def hold_more_windows(self, table: BlockTable, num_tokens: int) -> None:
+        _window_of(table).num_more = -(-num_tokens // self.block_size)
+
+    def first_computable(self, table: BlockTable) -> int:
+        num_slots = _window_of(table).first * self.block_size
+        if not num_slots:
+            return 0
+        own = table.positions
+        last_behind = num_slots - 1 if own is None else max(own.of_slots(num_slots))
+        return last_behind + self.kv_pool.windows.num_tokens
+
     def _copy_on_write(self, table: BlockTable, index: int) -> None:
         source = table.blocks[index]
         super()._copy_on_write(table, index)
@@ -161,7 +183,12 @@ class WindowedCacheManager(CacheManager):
         super().commit(table, token_ids, num_computed)
         # Slots of a private table are closer than positions, so those of a window are among these.
         last = table.slot_of(num_computed) // self.block_size if num_computed else 0
-        window, first = _window_of(table), last - self._num_seen(token_ids, last)
+        num_held = self._num_seen(token_ids, last) + _window_of(table).num_more
+        self._let_go_behind(table, last - num_held)
+
+    def _let_go_behind(self, table: BlockTable, first: int) -> None:
+        """Let go of the window blocks of a table's blocks before number `first`."""
+        window = _window_of(table)
         for index in range(window.first, first):
             is_kept = self._reuse and self._is_before_an_end(index, window.ends)
             self._blocks.let_go([table.blocks[index]], is_kept=is_kept)

@@ -68,8 +68,10 @@ class KvThinner:
             if request.thins_at is not None:
                 if request.num_computed == request.thins_at:
                     self._take_beginning(request, thinning)
-            elif thinning.budget is not None and request.is_decoding:
-                self._keep_budget(request, thinning)
+            elif thinning.budget is not None:
+                self._cache.hold_more_windows(request.table, _QUESTION_ROWS[1])
+                if request.is_decoding:
+                    self._keep_budget(request, thinning)
         except Exception:  # a model's own code can fail with anything
             _log.exception("KV could not be dropped")
             request.is_exact = True
@@ -92,7 +94,7 @@ class KvThinner:
         first = table.positions.next_position if table.positions is not None else 0
         if not is_prompt:
             first = max(first, request.num_prompt_tokens - thinning.num_last)
-        start = max(first, num_computed - num_rows)
+        start = max(first, num_computed - num_rows, self._cache.first_computable(table))
         scores = self._attended(request, start)
         if request.slot_scores is not None:
             scores[: len(request.slot_scores)] += request.slot_scores
@@ -147,6 +149,8 @@ class KvThinner:
         old, num_computed = request.table, request.num_computed
         assert old is not None
         computed = request.ids[:num_computed]
+        self._cache.hold_more_windows(old, 0)
+        self._cache.commit(old, computed, num_computed)  # what is let go makes room
         new = thin(self._cache, old, slots, num_computed, name)
         if new is None:
             request.is_exact = True

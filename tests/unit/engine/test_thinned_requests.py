@@ -279,6 +279,38 @@ def test_layers_with_a_window_see_what_is_left_of_it(specimen: Any, num_window_b
     engine.cache.check([])
 
 
+@pytest.mark.parametrize("name", ["gemma3, mixed windows", "gpt_oss, sinks"])
+def test_a_budget_is_the_same_where_layers_keep_a_window(specimen: Any, name: str) -> None:
+    """The rows that are computed again see whole windows. These were gone: such rows had no window
+    block, and nothing was dropped, or longer windows were read where they no longer were.
+    """
+    made = specimen(name)
+    token_bytes = engine_on(made.loaded).cache.kv_pool.geometry.token_bytes
+    spec = within(Size(num_bytes=84 * token_bytes), READ[:70], 50)
+    whole = Answered(engine_on(made.loaded), spec)
+    engine = engine_on(made.loaded, num_window_blocks=60)
+
+    found = Answered(engine, spec)
+
+    assert found.first_drops == whole.first_drops
+    assert len(found.first_drops) == 2
+    assert found.first == whole.first
+    engine.cache.check([])
+
+
+def test_what_is_held_behind_a_window_is_let_go_for_lack_of_room(specimen: Any) -> None:
+    """Then fewer rows are scored; the budget holds all the same."""
+    made = specimen("gemma3, mixed windows")
+    engine = engine_on(made.loaded, max_step_tokens=8, num_window_blocks=7)
+    token_bytes = engine.cache.kv_pool.geometry.token_bytes
+
+    found = Answered(engine, within(Size(num_bytes=84 * token_bytes), READ[:70], 50))
+
+    assert all(len(positions) <= 84 for _, positions in found.first_drops)
+    assert len(found.first_drops) == 2
+    engine.cache.check([])
+
+
 def test_repeating_tells_what_each_position_is_needed_for(specimen: Any) -> None:
     """The largest of transformers' own weights, of all rows and neighbours, the mean over heads."""
     made = specimen("llama")
