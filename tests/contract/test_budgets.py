@@ -1,7 +1,10 @@
 """A directory that takes longer than its budget is named, and every directory has one."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from support.budgets import BUDGETS_S, _children, over_budget
 
@@ -23,6 +26,14 @@ def test_every_directory_of_tests_has_a_budget() -> None:
     assert directories - {"gpu"} == BUDGETS_S.keys()
 
 
-def test_a_process_that_has_ended_has_no_children() -> None:
-    """A run ended in an error of pytest: a process that it counted had ended meanwhile."""
-    assert _children(-1) == []
+def test_a_process_that_ends_while_it_is_counted_has_no_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run ended in an error of pytest: the directory was gone before it was read."""
+
+    def gone(path: Path, pattern: str) -> Iterator[Path]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "glob", gone)
+
+    assert _children(1) == []
