@@ -349,19 +349,35 @@ class Answering:
         if not isinstance(error, ContextTooLong) or ready is None:
             return str(error)
         some, limit = about(controller.host.model), ready.context_limit
-        num_defining = controller.num_tokens(controller.tools.text) if controller.tools else 0
-        if num_defining >= limit:
-            has = f"have {some}{num_defining:,} tokens, and the context holds {limit:,}"
-            return f"The tools alone {has}: start without --tools, or with fewer."
-        size = f"{len(asked):,} characters"
+        size, num_asked = f"{len(asked):,} characters", len(asked)
         if len(asked) < _CHARS_A_TOKEN * limit:  # counting megabytes takes minutes
-            num_tokens = await asyncio.to_thread(controller.num_tokens, asked)
-            if num_tokens < limit and (controller.context_ids or not asked):
-                return error_in_words(error)
-            size = f"{some}{num_tokens:,} tokens"
+            num_asked = await asyncio.to_thread(controller.num_tokens, asked)
+            size = f"{some}{num_asked:,} tokens"
+        num_before, what_has, way = self._before_messages()
+        is_first = not controller.context_ids
+        if num_before >= limit or (is_first and num_before > num_asked > 0):
+            tokens = f"{some}{num_before:,} tokens, and the context holds {limit:,} in all"
+            return f"{what_has} {tokens}: {way}."
+        if num_asked < limit and not (is_first and asked):
+            return error_in_words(error)
         holds = f"and the context holds {limit:,} with what stands around it"
         or_raise = ", or raise --device-cache" if "--device-cache" in error.hint else ""
         return f"Your message alone has {size}, {holds}: send a part of it{or_raise}."
+
+    def _before_messages(self) -> tuple[int, str, str]:
+        """Return the tokens of the longest of what stands before all messages, and words on it."""
+        controller = self._controller
+        tools = controller.tools.text if controller.tools else ""
+        # A conversation that has begun may have another system prompt.
+        system = controller.system or "" if not controller.context_ids else ""
+        return max(
+            (
+                controller.num_tokens(tools),
+                "The tools have",
+                "start without --tools, or with fewer",
+            ),
+            (controller.num_tokens(system), "The system prompt has", "/system sets a shorter one"),
+        )
 
     def _give_back(
         self,

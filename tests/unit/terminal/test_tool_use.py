@@ -241,5 +241,5 @@ def test_tools_that_fill_the_context_are_named(
 ) -> None:
     """/compact and /new were named as the ways out, and neither helped."""
     chat = start_chat("--tools", str(tmp_path), "--context", "256")
-    chat.enter("hello").wait_for("The tools alone have ")
+    chat.enter("hello").wait_for("The tools have ")
     chat.wait_for(lambda text: "start without --tools, or with fewer." in " ".join(text.split()))

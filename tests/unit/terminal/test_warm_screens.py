@@ -175,6 +175,15 @@ def test_a_message_that_no_context_holds_is_said_to_be_too_long(start_chat: Star
     assert "/compact" not in chat.text
 
 
+def test_a_system_prompt_that_leaves_no_room_is_named(start_chat: StartChat) -> None:
+    """It was said that the message alone was too long, whose one word has five tokens."""
+    chat = start_chat("--context", "300", is_saved=False, columns=120)
+    said = "The system prompt has 294 tokens, and the context holds 300 in all: /system sets a"
+    chat.enter(f"/system {'word ' * 59}").enter("hello")
+    chat.wait_for(lambda text: f"{said} shorter one." in " ".join(text.split()))
+    chat.type("\x03").enter("/system clear").enter("hello").wait_for("You said 'hello'")
+
+
 @pytest.mark.parametrize("size", [(100, 30), (40, 12)])
 def test_a_nearly_full_context(start_chat: StartChat, size: tuple[int, int]) -> None:
     chat = start_chat("--context", "300", columns=size[0], rows=size[1])
