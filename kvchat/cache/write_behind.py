@@ -6,7 +6,7 @@ write, the waiting time before the next offer doubles, and only one pack is offe
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -14,6 +14,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.breaker import rest_s
 from kvchat.cache.device_copies import PACK_BYTES, Images
 from kvchat.cache.keys import TOKEN_BYTES, KeyMemo, encode_ids
+from kvchat.cache.state_manager import num_state_blocks_of
 from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import TokenIds
@@ -165,8 +166,7 @@ class WriteBehind:
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
         keys = self._memo.local(encode_ids(offer.ids))
         start = next((n for n, key in enumerate(keys) if key not in self._stored), len(keys))
-        for first in range(start, len(keys), self._blocks_a_pack):
-            last = min(first + self._blocks_a_pack, len(keys))
+        for first, last in self._packs(offer.ids, start, len(keys)):
             is_short = last - first < self._blocks_a_pack
             if is_short and whole_packs:
                 return
@@ -179,6 +179,18 @@ class WriteBehind:
                 return
             if self._num_refusals:
                 return  # one pack, to test whether the tier accepts writes again
+
+    def _packs(self, ids: TokenIds, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield where the packs of blocks `start` to `end - 1` of a context begin and end.
+
+        A snapshot of recurrent state is looked up by its first block, so that one begins a pack.
+        """
+        if start == end:
+            return
+        snapshot = end - num_state_blocks_of(ids[end * self._manager.block_size - 1])
+        for part, part_end in ((start, snapshot), (max(start, snapshot), end)):
+            for first in range(part, part_end, self._blocks_a_pack):
+                yield first, min(first + self._blocks_a_pack, part_end)
 
     def _waiting_bytes(self, num_blocks: int) -> int:
         """Return the memory that a pack of so many blocks takes until it is written."""

@@ -85,6 +85,31 @@ def test_a_damaged_snapshot_is_a_miss(lfm2: Loaded, tmp_path: Path) -> None:
     assert status.num_damaged > 0
 
 
+def test_a_snapshot_is_found_that_was_written_with_its_lost_context(
+    lfm2: Loaded, tmp_path: Path
+) -> None:
+    """Another process has emptied the store. What was written again was one pack, and a snapshot is
+    looked up by its first block: it was never found, and never written again.
+    """
+    prompt = words(90, seed=1)
+    chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))
+    chat.ask(prompt)
+    assert chat.engine.chain.flush(60.0)
+    [table] = tmp_path.glob("*/cache.db")
+    with closing(sqlite3.connect(table)) as connection:
+        connection.execute("DELETE FROM Pack")
+        connection.commit()
+    chat.ask([*prompt[:60], 7])  # all of its KV was written; there is a snapshot more
+    assert chat.engine.chain.flush(60.0)
+    chat.engine.chain.go_on(60.0)
+    chat.engine.close()
+
+    chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))
+    [after] = chat.ask([*prompt[:60], 9])
+    chat.engine.close()
+    assert after.num_from_disk == 48
+
+
 def damage_snapshots(directory: Path) -> int:
     """Flip the last byte of every stored snapshot; return how many there are."""
     [table] = directory.glob("*/cache.db")
