@@ -5,7 +5,6 @@ The files are named after the measured device.
 
 import io
 import json
-import math
 import os
 import platform
 import re
@@ -55,9 +54,14 @@ def over(
     must: str = "",
     spread: float | None = None,
 ) -> Figure:
-    """Return a value beside another one in the same unit, which has a name, and their ratio."""
+    """Return a value beside another one in the same unit, which has a name, and their ratio.
+
+    Beside 0 there is none: NaN would make a record that is no JSON.
+    """
     beside_name, beside = other
-    ratio = value / beside if beside else math.nan
+    if not beside:
+        return Figure(name, value, unit, beside, beside_name, must=must, spread=spread)
+    ratio = value / beside
     return Figure(name, value, unit, beside, beside_name, ratio, ratio_name, must, spread)
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from kvchat.bench import decode, measure, peers, prefill, startup
 from kvchat.bench.engines import new_engine
-from kvchat.bench.report import Result, print_json, print_result, record
+from kvchat.bench.report import Result, over, print_json, print_result, record
 from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.cli.bench import BenchRequest, run_bench
@@ -549,3 +549,10 @@ def test_a_head_for_the_next_token_is_measured_with_simulated_tokens(tmp_path: P
     result = scenario("spec")(quick(tmp_path))
     [figure] = [each for each in result.figures if each.name == "head, simulated 0.75"]
     assert figure.must == "1.3"  # a head pays in no model that is as small as this one
+
+
+def test_a_figure_beside_nothing_has_no_ratio() -> None:
+    """Beside 0 it was NaN, and the record was no JSON."""
+    figure = over("accepted", 0.5, "", ("none", 0.0), must="1")
+    assert (figure.beside, figure.ratio, figure.ratio_name, figure.must) == (0.0, None, "", "1")
+    assert over("accepted", 0.5, "", ("half", 0.5)).ratio == 1.0
