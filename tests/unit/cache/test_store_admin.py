@@ -263,7 +263,10 @@ def test_where_nobody_may_look_there_is_a_budget_all_the_same(locked_out: Path) 
     assert disk_budget(None, locked_out) > 0
 
 
-def test_a_store_that_is_held_is_said_to_be(store: StoredPacks, store_admin: StoreAdmin) -> None:
+def test_a_store_that_is_held_is_said_to_be(
+    store: StoredPacks, store_admin: StoreAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvchat.cache.disk.tier._PATIENCE_S", 0.05)
     holder = subprocess.Popen(
         [
             sys.executable,

@@ -206,7 +206,8 @@ def test_messages_that_come_meanwhile_are_answered_in_their_order(
 def test_a_client_that_goes_cancels_its_answer(serve: Serve, address: Any) -> None:
     app = serve(lambda question, sample: Script("x" * 100_000, step_s=0.001))
     url = address(app)
-    with connect(url) as socket:
+    # Behind a full queue of unread messages the client waits ten seconds for the end.
+    with connect(url, max_queue=None) as socket:
         told = {"type": "response.create", "model": "scripted", "max_output_tokens": 90_000}
         socket.send(json.dumps({**told, "input": "x"}))
         while json.loads(socket.recv(PATIENCE_S))["type"] != "response.output_text.delta":
