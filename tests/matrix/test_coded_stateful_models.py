@@ -5,7 +5,6 @@ The twin reads every context anew, in one pass, over KV that plain torch writes 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.core.events import RequestEvent
 from kvchat.core.parameters import KV_CODES
 from kvchat.engine.kv_storage import kv_geometry, require_kv_dtype, small_kv
 from kvchat.model.batch import SequencePiece
@@ -176,14 +174,7 @@ def logits_of(chat: Chat, prompt: Sequence[int]) -> torch.Tensor:
 def test_a_preempted_request_goes_on(coded: Coded) -> None:
     chat = coded.opened()
     engine, prompts = chat.engine, [words(70, seed=3), words(75, seed=4)]
-    step, num_steps = engine.step, count(1)
-
-    def preempting() -> list[RequestEvent]:
-        if next(num_steps) in (5, 8, 26):
-            engine._scheduler._preempt(engine._scheduler._running[-1])
-        return step()
-
-    engine.step = preempting  # type: ignore[method-assign]
+    chat.preempt_at(5, 8, 26)
     answers = chat.ask(*prompts)
 
     assert engine.status().num_preempted == 3

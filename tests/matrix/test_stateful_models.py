@@ -7,13 +7,11 @@ import sqlite3
 from array import array
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvchat.core.events import RequestEvent
 from kvchat.model.batch import SequencePiece
 from kvchat.model.self_test import compare_with_own
 from support.matrix import spread
@@ -181,14 +179,7 @@ def test_requests_that_decode_run_in_one_step(lfm2: Loaded) -> None:
 def test_a_preempted_request_goes_on_from_its_last_snapshot(lfm2: Loaded) -> None:
     chat = Chat(lfm2[0], open_engine(lfm2[1], None))
     engine, prompts = chat.engine, [words(70, seed=3), words(75, seed=4)]
-    step, num_steps = engine.step, count(1)
-
-    def preempting() -> list[RequestEvent]:
-        if next(num_steps) in (5, 8):
-            engine._scheduler._preempt(engine._scheduler._running[-1])
-        return step()
-
-    engine.step = preempting
+    chat.preempt_at(5, 8)
     answers = chat.ask(*prompts)
     assert engine.status().num_preempted == 2
     for prompt, answer in zip(prompts, answers, strict=True):

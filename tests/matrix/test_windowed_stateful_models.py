@@ -4,7 +4,6 @@ Every chat passes the window of 20 tokens more than ten times, in steps of 7 tok
 """
 
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -134,14 +133,7 @@ def test_chats_in_one_step_do_not_mix(made: Loaded) -> None:
 def test_a_preempted_request_goes_on(made: Loaded) -> None:
     chat = opened(made, num_bytes=4 * FEW)
     engine, prompts = chat.engine, [words(70, seed=3), words(75, seed=4)]
-    step, num_steps = engine.step, count(1)
-
-    def preempting() -> list[RequestEvent]:
-        if next(num_steps) in (5, 8, 26):
-            engine._scheduler._preempt(engine._scheduler._running[-1])
-        return step()
-
-    engine.step = preempting  # type: ignore[method-assign]
+    chat.preempt_at(5, 8, 26)
     answers = chat.ask(*prompts)
 
     assert engine.status().num_preempted == 3

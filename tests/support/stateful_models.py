@@ -4,6 +4,7 @@ Small chunk sizes inside the networks, so that prompts cross them. The oracle co
 context of an answer again, without any cache.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import engine_around
@@ -313,6 +314,17 @@ class Chat:
             running = [r.table for r in self.engine.running() if r.table is not None]
             self.engine.cache.check(running)
         return list(answers.values())
+
+    def preempt_at(self, *numbers: int) -> None:
+        """Preempt the request that came last before each of these steps, counted from 1."""
+        step, num_steps = self.engine.step, itertools.count(1)
+
+        def preempting() -> list[RequestEvent]:
+            if next(num_steps) in numbers:
+                self.engine._scheduler._preempt(self.engine._scheduler._running[-1])
+            return step()
+
+        self.engine.step = preempting  # type: ignore[method-assign]
 
     def right_answer(self, prompt: Sequence[int], given: Sequence[int]) -> list[int]:
         """Return the greedy token behind the prompt, and behind each token given but the last.
