@@ -354,16 +354,14 @@ class ChatHost:
         (call or self._engine.call)(function).add_done_callback(note)
 
     def close(self) -> None:
-        """Stop the engine after its current step. Idempotent."""
-        self._engine.close()
+        """Stop the engine after its current step. Idempotent.
 
-
-async def close_host(host: ChatHost) -> None:
-    """Close a host. Do not wait for one that still loads: it has nothing to save yet."""
-    if host.ready is not None:
-        await asyncio.to_thread(host.close)
-    else:
-        threading.Thread(target=host.close, daemon=True).start()
+        An engine that still loads is not waited for: it has nothing to save.
+        """
+        if self._loaded.is_set():
+            self._engine.close()
+        else:
+            self._engine.close(timeout_s=0)
 
 
 _PATIENCE_S = 2.0

@@ -412,10 +412,9 @@ def _answer_turns(
 
 
 def _let_go(controller: "ChatController") -> None:
-    """Close the session and an engine that may be writing KV; one that still loads has none."""
+    """Close the session and the engine, which may be writing KV."""
     controller.close_session()
-    if controller.host.ready is not None:
-        controller.host.close()
+    controller.host.close()
 
 
 def _stderr_look() -> "Look":

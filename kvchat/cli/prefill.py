@@ -46,8 +46,7 @@ def run_prefill(flags: dict[str, Any], names: Sequence[str]) -> None:
             )
         _read_and_share(host, ids)
     finally:
-        if host.ready is not None:
-            host.close()
+        host.close()
 
 
 def _context(settings: Settings, model: "ChatModel", names: Sequence[str]) -> list[int]:

@@ -113,8 +113,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     finally:
         service.answering.close()
         service.responses.close()
-        if host.ready is not None:
-            host.close()
+        host.close()
         if request.socket:
             _remove_socket(request.socket, own_file)
 

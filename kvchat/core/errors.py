@@ -46,6 +46,10 @@ class EngineEnded(GenerationError):
     """The engine is in another program, which has ended; another engine can take its place."""
 
 
+class DeviceLost(GenerationError):
+    """The GPU computes nothing more for this process: only another process can go on."""
+
+
 class UsageError(KvchatError):
     """A flag, environment variable or configuration value that cannot be used."""
 

@@ -8,7 +8,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.keys import NO_TOKEN
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.types import Pooling
-from kvchat.engine.runner import Runner
+from kvchat.engine.runner import Runner, explained
 from kvchat.model.batch import SequencePiece
 
 # So many rows at once, about what a prompt's step has beside answers: requests wait for the end of
@@ -38,9 +38,16 @@ class Embedding:
         self._table = cache.match((NO_TOKEN,))
 
     def step(self) -> bool:
-        """Compute the next rows; return whether all are computed. Raises GenerationError if there
-        is no room.
+        """Compute the next rows; return whether all are computed.
+
+        Raises GenerationError if there is no room, and DeviceLost.
         """
+        try:
+            return self._computes_all()
+        except Exception as error:  # a model's own code can fail with anything
+            raise explained(error, self._runner.device) from error
+
+    def _computes_all(self) -> bool:
         num_rows = _CPU_STEP_ROWS if self._runner.is_on_cpu else _STEP_ROWS
         end = min(self._start + num_rows, len(self._token_ids))
         if not self._cache.reserve(self._table, self._start, end):

@@ -38,6 +38,7 @@ from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
+from kvchat.model.device import is_lost
 from kvchat_kernels.key_rotation import KeyRotation
 
 if TYPE_CHECKING:
@@ -427,7 +428,7 @@ class Engine:
         except Exception as error:  # it must not stop the engine for later requests
             _log.exception("no step could be planned")
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
-            return self._output.fail_all(explained(error))
+            return self._output.fail_all(explained(error, self._runner.device))
         if plan:
             # What is told first ends this step; the next one plans anew.
             is_new = any(each.request.clock.started_s is None for each in plan)
@@ -475,15 +476,19 @@ class Engine:
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self._fetcher.give_up(self._scheduler.requests())
+        if not is_lost(self._runner.device):  # every check would fail, and delete what it checks
+            self._keep_unfinished()
+        self.chain.begin_closing()  # a store closes in 15 ms, and the draft has one too
+        self.speculation.close()
+        self.chain.close()
+
+    def _keep_unfinished(self) -> None:
         for request in (r for r in self.running() if r.is_kept):
             computed = request.ids[: request.num_computed]
             self._kv_verifier.save(computed, request.spec.is_one_shot)
         wrong = self._kv_verifier.begin(self._run_alone)
         for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
             self.chain.quarantine(restored)
-        self.chain.begin_closing()  # a store closes in 15 ms, and the draft has one too
-        self.speculation.close()
-        self.chain.close()
 
     def _compute(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Run the plan as one batch; if that fails, run each request alone.
@@ -510,7 +515,7 @@ class Engine:
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
-            explanation = explained(error)
+            explanation = explained(error, self._runner.device)
         else:
             if settled := [scheduled for scheduled in plan if scheduled not in drawn.failed]:
                 self._note_step(settled, drawn.tokens, self._clock() - began_s)

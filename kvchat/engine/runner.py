@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvchat.core.errors import GenerationError, KvchatError
+from kvchat.core.errors import DeviceLost, GenerationError, KvchatError
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import TokenLogprobs
 from kvchat.engine.request import Request
@@ -32,6 +32,7 @@ from kvchat.engine.sampler import (
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.device import is_lost
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.hidden_rows import collecting
 from kvchat.model.last_hidden import LastHidden
@@ -362,7 +363,7 @@ def draw_apart(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
             one = draw([scheduled], whole[start:end])
         except Exception as error:  # a constraint of its own can fail with anything
             _log.error("no token could be drawn", exc_info=error)
-            failed[scheduled] = explained(error)
+            failed[scheduled] = explained(error, logits.device)
         else:
             tokens.update(one.tokens)
             logprobs.update(one.logprobs)
@@ -476,8 +477,8 @@ def sampling_row(
     )
 
 
-def explained(error: Exception) -> KvchatError:
-    """Return what a failed step is told as."""
+def explained(error: Exception, device: torch.device) -> KvchatError:
+    """Return what a failed step is told as; raises DeviceLost if no step can succeed any more."""
     if isinstance(error, KvchatError):
         return error
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -485,5 +486,7 @@ def explained(error: Exception) -> KvchatError:
             "The device ran out of memory while answering.",
             "Lower --device-cache or use a smaller model.",
         )
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+    if is_lost(device):
+        raise DeviceLost(f"The GPU failed: {reason}.", "Start kvchat again.") from error
+    return GenerationError(f"The forward pass failed: {reason}.")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvchat.core.errors import EngineEnded, GenerationError, KvchatError, ModelError
+from kvchat.core.errors import DeviceLost, EngineEnded, GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
     EngineLost,
     LoadEvent,
@@ -78,7 +78,8 @@ class DrivenEngine(Protocol):
         """Do a short piece of the work, and return what came of it.
 
         Raises EngineEnded, once no request runs any more, if another engine has to be built. The
-        requests that this has ended failed with that error.
+        requests that this has ended failed with that error. Raises DeviceLost if no engine of this
+        process can go on.
         """
 
     def abandon_steps(
@@ -360,6 +361,9 @@ class EngineThread:
                     _close(engine)
                     return True
                 self._stopped(ended)
+            except DeviceLost as lost:
+                _log.exception("the device is lost")
+                self._stopped(lost)
             except BaseException as error:
                 _log.exception("the engine stopped")
                 hint = "Start kvchat again."
@@ -547,13 +551,15 @@ def _tell_cancelled(message: _Submit, reason: FinishReason) -> None:
 
 
 def _answer(call: _Call, engine: "DrivenEngine") -> None:
-    """Call the function, unless its caller has cancelled it."""
+    """Call the function, unless its caller has cancelled it; raises DeviceLost as that does."""
     if not call.future.set_running_or_notify_cancel():
         return
     try:
         call.future.set_result(call.function(engine))
     except Exception as error:
         call.future.set_exception(error)
+        if isinstance(error, DeviceLost):
+            raise
 
 
 def _fail(call: _Call, error: KvchatError) -> None:

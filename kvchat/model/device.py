@@ -45,6 +45,25 @@ def machine_name(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, triton {triton}, kvchat {__version__}"
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a GPU computes nothing more for this process, as after an illegal memory access.
+
+    Then every question fails; after any other error only the first one may, by an error that came
+    before it.
+    """
+    return all(_cannot_wait(device) for _ in range(2))
+
+
+def _cannot_wait(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def dtype_of(name: str) -> torch.dtype | None:
     """Return the torch dtype of a setting, None for `auto`."""
     return _DTYPES.get(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvchat.chat import documents
 from kvchat.chat.controller import ChatController
 from kvchat.chat.documents import import_file
-from kvchat.chat.host import ChatHost, close_host
+from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import delete_conversation
 from kvchat.chat.saved_chats import SavedChat, read_chats
 from kvchat.chat.store import SessionStore, SessionSummary
@@ -228,7 +228,7 @@ async def _go_on_with(
         context.say(warmth.sentence(cost))
     context.conversation_changed()
     if old is not None:
-        await close_host(old)
+        await asyncio.to_thread(old.close)
 
 
 async def _open_with_its_model(context: "CommandContext", session_id: str) -> ChatHost | None:
@@ -251,7 +251,7 @@ async def _open_with_its_model(context: "CommandContext", session_id: str) -> Ch
     try:
         old = controller.open_with(host, session_id)
     except BaseException:
-        await close_host(host)
+        await asyncio.to_thread(host.close)
         raise
     say_model(context)
     return old

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
-from kvchat.chat.host import ChatHost, close_host
+from kvchat.chat.host import ChatHost
 from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
@@ -69,18 +69,18 @@ async def change_model(context: "CommandContext", name: str) -> None:
     try:
         cost = await context.controller.cost_with(host)
         if not await context.confirm_cost(cost, "/model", "reads"):
-            await close_host(host)
+            await asyncio.to_thread(host.close)
             return
         old = context.controller.change_host(host)
     except BaseException:
-        await close_host(host)
+        await asyncio.to_thread(host.close)
         raise
     say_model(context)
     session = context.controller.session
     for note in session.notes if session is not None else ():
         context.say(note)
     context.conversation_changed()
-    await close_host(old)
+    await asyncio.to_thread(old.close)
 
 
 async def load_host(
@@ -112,7 +112,7 @@ async def load_host(
         stays = f"{model_label(controller.host.model.name)} goes on."
         await context.stoppable(outcome, "loading the model", stays)
     except BaseException:
-        await close_host(host)
+        await asyncio.to_thread(host.close)
         raise
     finally:
         context.show_stage("")

@@ -1,11 +1,12 @@
 """/preset: begins a conversation with a preset, and saves how this one goes as one."""
 
+import asyncio
 from typing import Any
 
 from kvchat.chat.answer_settings import with_values
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation_settings import changes
-from kvchat.chat.host import ChatHost, close_host
+from kvchat.chat.host import ChatHost
 from kvchat.chat.presets import Preset
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS
@@ -80,7 +81,7 @@ async def _begin_with(context: CommandContext, name: str) -> None:
             context.say(f"{told}{', '.join(late)}.")
     finally:
         if old is not None:
-            await close_host(old)
+            await asyncio.to_thread(old.close)
 
 
 def _system_of(controller: ChatController, chosen: Preset) -> str | None:

@@ -23,11 +23,10 @@ from rich.text import Text
 
 from kvchat.chat.answer_settings import doubts
 from kvchat.chat.controller import ChatController
-from kvchat.chat.host import close_host
 from kvchat.chat.surroundings import TO_A_REAL_MODEL
 from kvchat.chat.template import Strategy
 from kvchat.chat.turn_loop import LoadRelay
-from kvchat.core.errors import ExitCode, StoreError
+from kvchat.core.errors import ExitCode, GenerationError, StoreError
 from kvchat.core.text import model_label, one_line, sanitize
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands_input import ASK, present_system
@@ -108,7 +107,7 @@ async def run_repl(setup: ReplSetup) -> int:
         return ExitCode.STORE if is_lost else dialogue.exit_code
     finally:
         controller.close_session()
-        await close_host(controller.host)
+        await asyncio.to_thread(controller.host.close)
 
 
 async def _run_until_left(dialogue: Dialogue, view: View) -> None:
@@ -244,6 +243,7 @@ def _take_leave(
     reasons = (dialogue.failure, problem, unsent)
     lines = [f"kvchat: {reason}" for reason in reasons if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
+    is_left_well |= isinstance(dialogue.failure, GenerationError)  # the model was loaded
     if problem is None and has_been_used and is_unanswered:
         lines.append("Your last message is kept: kvchat -c opens it, and /continue answers it.")
     elif problem is None and is_left_well and has_been_used:

@@ -148,11 +148,15 @@ def test_a_long_prompt_shows_how_far_it_is_read_and_can_be_stopped(start_chat: S
 
 
 def test_an_engine_that_fails_is_a_sentence_not_a_traceback(start_chat: StartChat) -> None:
+    """It was not said that the conversation stays."""
     chat = start_chat()
+    chat.enter("hello").wait_for("You said 'hello' (0).")
     chat.enter("crash")
 
     assert chat.finish() == 1
     assert "The engine stopped" in chat.text
+    assert "1 message was not sent. kvchat -c offers it again." in chat.text
+    assert "This conversation is kept: kvchat -c goes on with it." in chat.text
     assert "Traceback" not in chat.text
 
 
