@@ -178,6 +178,18 @@ class Engine:
         an id without an embedding: it would fail the other requests of its step too. Raises
         UsageError for a logit bias of a token that the model does not have.
         """
+        self._require_answerable(spec)
+        spec = self._with_beginning(spec)
+        self.end_read_ahead()
+        now_s = self._clock() if submitted_s is None else submitted_s
+        request = Request.from_spec(next(self._request_ids), spec, now_s)
+        if not spec.scores_prompt:
+            self._begin_kv(request)
+        self._scheduler.add(request)
+        return request.request_id
+
+    def _require_answerable(self, spec: RequestSpec) -> None:
+        """Raise the error that `submit` promises for a request that cannot be answered."""
         length = len(spec.prompt_ids)
         if length >= self.max_context:
             raise ContextTooLong(
@@ -196,29 +208,20 @@ class Engine:
         biased = max((token for token, _ in spec.sampling.logit_bias), default=-1)
         if biased >= self._vocab_size:
             raise UsageError(f"logit-bias names token {biased}; the model has {self._vocab_size}.")
-        spec = self._with_beginning(spec)
-        self.end_read_ahead()
-        request_id = next(self._request_ids)
-        now_s = self._clock() if submitted_s is None else submitted_s
-        request = Request.from_spec(request_id, spec, now_s)
-        if spec.scores_prompt:
-            self._scheduler.add(request)
-            return request_id
-        if self._takes_moved(spec):
-            request.moved_under = spec.moved_under
+
+    def _begin_kv(self, request: Request) -> None:
+        """Choose which KV a request begins with, and begin to bring it to the device."""
+        if self._takes_moved(request.spec):
+            request.moved_under = request.spec.moved_under
             self._fetcher.give_up_prefetch()
-            self._scheduler.add(request)
-            return request_id
+            return
         if request.beginning is not None:
             request.told_miss_reason = MissReason.THINNED
-            if has_thinned(self.cache, request.beginning, spec.prompt_ids):
-                self._scheduler.add(request)
-                return request_id
+            if has_thinned(self.cache, request.beginning, request.spec.prompt_ids):
+                return
         self._fetcher.begin(request)
         if not self.cache.reuse:
             request.told_miss_reason = MissReason.OFF
-        self._scheduler.add(request)
-        return request_id
 
     def _with_beginning(self, spec: RequestSpec) -> RequestSpec:
         """Return a spec with the thinned beginning that its prompt has; raises UsageError for a
@@ -402,16 +405,13 @@ class Engine:
         if self.speculation.is_on:
             self.speculation.prepare()
 
-    def _keep_backlog(self) -> None:
-        """Offer some of the write backlog; wait for room only if there is no other work."""
-        if self.chain.has_backlog:
-            self.chain.go_on(0.0 if self._has_answers_due else _ROOM_PATIENCE_S)
-
     def _step(self) -> list[RequestEvent]:
-        self._keep_backlog()
+        if self.chain.has_backlog:  # a step waits for room to write only if there is no other work
+            self.chain.go_on(0.0 if self._has_answers_due else _ROOM_PATIENCE_S)
         requests = self._scheduler.requests()
-        if not requests and self._kv_mover.has_inexact:
-            self._read_exactly()
+        is_idle = not requests and self._kv_mover.has_inexact
+        if is_idle and (inexact := self._kv_mover.to_read()) is not None:
+            self._ahead_id = self.submit(inexact)
             requests = self._scheduler.requests()
         if any(request.cancelled_for is not None for request in requests):
             # At once: what is to be kept of them takes a forward pass.
@@ -441,11 +441,6 @@ class Engine:
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
         is_fetching |= self._fetcher.is_copying
         return [] if is_fetching else self._output.end_stuck()
-
-    def _read_exactly(self) -> None:
-        """Read ahead a context of which there is moved KV."""
-        if (spec := self._kv_mover.to_read()) is not None:
-            self._ahead_id = self.submit(spec)
 
     def _queued_plan(self) -> list[ScheduledRequest]:
         """Return the plan of the step that is queued already; empty if there is none."""
