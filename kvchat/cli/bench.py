@@ -47,8 +47,10 @@ def run_bench(request: BenchRequest) -> None:
     """Run the requested scenarios, or all of them; write the report if requested."""
     require_working_directory()
     from kvchat.bench.progress import Progress
+    from kvchat.cli.streams import Interruption
 
-    with Progress(request.is_quick) as progress:
+    # A signal's default ends the process at once and leaves random weights, 0.8 to 16 GB.
+    with Interruption(), Progress(request.is_quick) as progress:
         _run(request, progress)
 
 

@@ -6,14 +6,20 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from kvchat.bench import scenarios
 from kvchat.bench.processes import ProcessFailed, in_a_process
 from kvchat.bench.progress import Progress
+from kvchat.bench.setup import BenchSetup
+from kvchat.cli.bench import BenchRequest, run_bench
+from kvchat.cli.streams import Interrupted
+from kvchat.core.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,6 +123,34 @@ def test_an_interrupted_one_leaves_no_process_and_no_word() -> None:
     while _members(group) and time.monotonic() < end_s:
         time.sleep(0.01)
     assert _members(group) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGHUP, ExitCode.HANGUP)],
+)
+def test_a_signal_leaves_no_random_weights(
+    number: signal.Signals, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `timeout 300 kvchat bench` left a checkpoint of 0.8 GB in /tmp."""
+    weights: list[Path] = []
+
+    def interrupted(setup: BenchSetup) -> None:
+        weights.extend(tmp_path.rglob("*.safetensors"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scenarios, "scenario", lambda name: interrupted)
+    request = BenchRequest(
+        *(("memory",), None, "tiny", "float32", "auto", "cpu", None, 16, 1),
+        *(1, True, None, None),
+    )
+    with pytest.raises(Interrupted) as caught:
+        run_bench(request)
+
+    assert caught.value.code == code
+    assert weights
+    assert list(tmp_path.iterdir()) == []
 
 
 def _members(group: int) -> list[int]:
