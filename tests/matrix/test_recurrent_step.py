@@ -241,7 +241,7 @@ def decoded(
     return torch.cat(rows), state, counted.num_taken
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", spread(_MODELS, _KINDS))
 def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) -> None:
     loaded = load(saved(name, tmp_path), dtype="float32")
 
@@ -354,17 +354,21 @@ _FEWER_BITS: list[tuple[dict[str, str], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "least"), _FEWER_BITS)
+_IN_BITS = [
+    *("fewer key heads", "parts of key heads together", "short convolutions", "mamba"),
+    *("mamba, no attention", "selective, normed", "selective beside attention"),
+]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("fewer key heads", "parts of key heads together", "short convolutions", "mamba"),
-        *("mamba, no attention", "selective, normed", "selective beside attention"),
-    ],
+    ("name", "bits"),
+    spread(
+        [(name, bits) for name in _IN_BITS for bits in range(3)],
+        always=[(name, number % 3) for number, name in enumerate(_IN_BITS)],
+    ),
 )
-def test_low_bits_take_the_compiled_step_too(
-    name: str, config: dict[str, str], least: float, tmp_path: Path
-) -> None:
+def test_low_bits_take_the_compiled_step_too(name: str, bits: int, tmp_path: Path) -> None:
+    config, least = _FEWER_BITS[bits]
     loaded = load(saved(name, tmp_path), **config)
 
     ours, _, num_taken = decoded(loaded, is_compiled=True)
@@ -377,11 +381,14 @@ def test_low_bits_take_the_compiled_step_too(
 
 @pytest.mark.parametrize(
     ("name", "of_gates"),
-    [
-        *((name, "Q8_0") for name in ("qwen35", "qwen3next", "lfm2", "granitehybrid")),
-        *((name, "Q8_0") for name in ("falcon-h1", "nemotron_h", "mamba2", "mamba", "jamba")),
-        ("qwen3next", "Q4_0"),
-    ],
+    spread(
+        [
+            *((name, "Q8_0") for name in ("qwen35", "qwen3next", "lfm2", "granitehybrid")),
+            *((name, "Q8_0") for name in ("falcon-h1", "nemotron_h", "mamba2", "mamba", "jamba")),
+            ("qwen3next", "Q4_0"),
+        ],
+        always=[(name, "Q8_0") for name in ("qwen35", "lfm2", "falcon-h1", "mamba")],
+    ),
 )
 def test_blocks_of_a_file_take_it_too(name: str, of_gates: str, tmp_path: Path) -> None:
     """Of Qwen's, value heads and columns of the output are in another order in the file."""

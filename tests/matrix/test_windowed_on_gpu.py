@@ -48,6 +48,12 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_fused(tmp_path_factory.mktemp("model"), request.param, "float32")
 
 
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[list[int]]:
+    """The answers of the chat where layers keep everything."""
+    return chat(engine(loaded))
+
+
 def engine(loaded: LoadedModel, num_window_blocks: int = 0, **settings: Any) -> Engine:
     """Return an engine as on a GPU; without window blocks its layers keep everything."""
     both = CHUNKS | settings
@@ -97,8 +103,9 @@ def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list
     return said
 
 
-def test_answers_are_those_of_layers_that_keep_everything(loaded: LoadedModel) -> None:
-    expected = chat(engine(loaded))
+def test_answers_are_those_of_layers_that_keep_everything(
+    loaded: LoadedModel, expected: list[list[int]]
+) -> None:
     made = engine(loaded, 40)
 
     assert chat(made) == expected
@@ -143,13 +150,14 @@ def test_logits_are_equal_to_the_bit_where_all_is_kept(loaded: LoadedModel) -> N
 
 @pytest.mark.parametrize("num_window_blocks", [12, 24])
 def test_answers_stay_where_windows_have_little_room(
-    loaded: LoadedModel, num_window_blocks: int
+    loaded: LoadedModel, expected: list[list[int]], num_window_blocks: int
 ) -> None:
-    assert chat(engine(loaded, num_window_blocks)) == chat(engine(loaded))
+    assert chat(engine(loaded, num_window_blocks)) == expected
 
 
-def test_what_was_pushed_out_to_host_memory_comes_back(loaded: LoadedModel) -> None:
-    expected = chat(engine(loaded))
+def test_what_was_pushed_out_to_host_memory_comes_back(
+    loaded: LoadedModel, expected: list[list[int]]
+) -> None:
     made = engine(loaded, 40, num_host_blocks=200)
 
     def push_out() -> Engine:
@@ -164,8 +172,7 @@ def test_what_was_pushed_out_to_host_memory_comes_back(loaded: LoadedModel) -> N
     made.close()
 
 
-def test_restarts_go_on_at_every_turn(loaded: LoadedModel) -> None:
-    expected = chat(engine(loaded))
+def test_restarts_go_on_at_every_turn(loaded: LoadedModel, expected: list[list[int]]) -> None:
     pool = engine(loaded).cache.kv_pool
     tier = MemoryTier(CHUNKS["block_size"], pool.geometry.block_bytes)
     made = [engine(loaded, 40, open_tier=lambda: tier)]
@@ -196,10 +203,9 @@ class Mistaken(ModelDrafter):
 
 
 def test_drafts_change_no_answer(
-    request: pytest.FixtureRequest, tmp_path: Path, loaded: LoadedModel
+    request: pytest.FixtureRequest, tmp_path: Path, loaded: LoadedModel, expected: list[list[int]]
 ) -> None:
     """The draft model is the target's copy, with windows and graphs of its own."""
-    expected = chat(engine(loaded))
     draft = load_fused(tmp_path, request.node.callspec.params["loaded"], "float32")
     cache, runner = cache_and_runner(draft, 4, 120, 40, capturing=(recorder := Recorder()))
     drafter = Mistaken(runner, cache, draft.spec.vocab_size, draft.max_context)
@@ -229,40 +235,37 @@ def random_specs(chance: random.Random, seed: int) -> list[RequestSpec]:
     ]
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 60], ids=["alone", "host memory"])
+@pytest.mark.parametrize(
+    ("num_host_blocks", "seed"),
+    spread([(room, seed) for room in (0, 60) for seed in range(2)], [(0, 0), (60, 1)]),
+)
 def test_requests_that_come_and_go_change_no_answer(
-    num_host_blocks: int, loaded: LoadedModel
+    num_host_blocks: int, seed: int, loaded: LoadedModel
 ) -> None:
     """Random arrivals and cancellations, in so few blocks that requests are preempted."""
-    for seed in range(2):
-        chance = random.Random(seed)
-        coming = random_specs(chance, seed)
-        expected = [(answers(engine(loaded), spec) or [[]])[0] for spec in coming]
-        made = engine(loaded, 17, num_blocks=40, num_host_blocks=num_host_blocks)
-        cancelled: set[int] = set()
+    chance = random.Random(seed)
+    coming = random_specs(chance, seed)
+    expected = [(answers(engine(loaded), spec) or [[]])[0] for spec in coming]
+    made = engine(loaded, 17, num_blocks=40, num_host_blocks=num_host_blocks)
+    cancelled: set[int] = set()
 
-        def between(
-            chance: random.Random = chance,
-            coming: list[RequestSpec] = coming,
-            made: Engine = made,
-            cancelled: set[int] = cancelled,
-        ) -> None:
-            if coming and chance.random() < 0.15:
-                made.submit(coming.pop(0))
-            if chance.random() < 0.01 and (running := made.running()):
-                made.cancel(running[0].request_id)
-                cancelled.add(running[0].request_id)
+    def between() -> None:
+        if coming and chance.random() < 0.15:
+            made.submit(coming.pop(0))
+        if chance.random() < 0.01 and (running := made.running()):
+            made.cancel(running[0].request_id)
+            cancelled.add(running[0].request_id)
 
-        said: dict[tuple[int, int], list[int]] = {}
-        while coming:
-            said |= all_said(made, [coming.pop(0)], between)
-        for (request_id, _), tokens in said.items():
-            whole = expected[request_id - 1]
-            is_whole = request_id not in cancelled
-            assert tokens == (whole if is_whole else whole[: len(tokens)]), (seed, request_id)
-        assert num_ahead(made) > 5
-        assert made.cache.status().num_evicted > 20
-        made.close()
+    said: dict[tuple[int, int], list[int]] = {}
+    while coming:
+        said |= all_said(made, [coming.pop(0)], between)
+    for (request_id, _), tokens in said.items():
+        whole = expected[request_id - 1]
+        is_whole = request_id not in cancelled
+        assert tokens == (whole if is_whole else whole[: len(tokens)]), request_id
+    assert num_ahead(made) > 5
+    assert made.cache.status().num_evicted > 20
+    made.close()
 
 
 # Controls: what a GPU's path may get wrong, planted, must show.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-SHARES = 8
+SHARES = 16
 T = TypeVar("T")
 
 

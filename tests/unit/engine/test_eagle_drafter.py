@@ -26,6 +26,7 @@ from support.eagle_heads import write_eagle
 from support.engines_with_drafts import answer, answers_at_once, build
 from support.fixed_drafts import FixedDraftPolicy
 from support.gguf_files import write_gguf
+from support.matrix import spread
 from support.stateful_models import STATEFUL, words
 
 STYLES = ("specforge", "speculators", "own parts")
@@ -84,8 +85,13 @@ class Spy:
         monkeypatch.setattr(drafter, "_drawn", draw)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    ("style", "is_compiled"),
+    spread(
+        [(style, is_compiled) for style in STYLES for is_compiled in (True, False)],
+        always=[("specforge", True), ("speculators", False), ("own parts", True)],
+    ),
+)
 def test_its_logits_are_those_of_the_published_formulas(
     target: tuple[object, Path],
     style: str,
@@ -283,11 +289,7 @@ def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
         ({}, {"lm_head.weight": torch.ones(86)}, "lm_head.weight has another shape"),
         ({"intermediate_size": 10**8}, {}, "a larger model than its weight files hold"),
         ({}, {"layers.1.mlp.up_proj.weight": torch.ones(96, 64)}, "another tensor, layers.1.mlp"),
-        (
-            {"architectures": ["EagleModel"], "draft_vocab_size": None},
-            {},
-            "EAGLE 1 or 2",
-        ),
+        ({"architectures": ["EagleModel"], "draft_vocab_size": None}, {}, "EAGLE 1 or 2"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, {}, "layer 10"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["x"]}}, {}, "no numbers of layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no EAGLE-3 head over"),

@@ -25,11 +25,13 @@ from kvchat.model.checkpoint.source import find_model
 from kvchat.model.packed.experts import expert_packs_of
 from kvchat.model.packed.quantise import pack_of
 from support.fixed_drafts import FixedDraftPolicy
+from support.matrix import spread
 from support.next_heads import NextHead, write_gguf_with_head, write_with_head
 from support.stateful_models import words
 
 NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
 IN_GGUF = ("qwen35", "qwen3next", "glm4_moe", "deepseek_v3, yarn")
+CHECKPOINTS = [*NAMES, *(f"{name}.gguf" for name in IN_GGUF)]
 
 
 def open_with_head(
@@ -94,7 +96,7 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: i
     return ids[0]
 
 
-@pytest.fixture(scope="module", params=[*NAMES, *(f"{name}.gguf" for name in IN_GGUF)])
+@pytest.fixture(scope="module", params=spread(CHECKPOINTS, [NAMES[0], NAMES[3], "qwen3next.gguf"]))
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[NextHead, Path]:

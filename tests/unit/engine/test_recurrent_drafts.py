@@ -28,6 +28,7 @@ from kvchat.model.loader import LoadedModel
 from kvchat_kernels.kv_code import INT4
 from support.cached_contexts import images_of
 from support.fixed_drafts import FixedDraftPolicy
+from support.matrix import spread
 from support.soak_sizes import short_and_long
 from support.stateful_models import load_stateful, open_engine, words
 from support.trial_drafters import OracleDrafter
@@ -200,7 +201,8 @@ def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Itera
     yield len(common)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Compiled steps, modules alone, a limit of prompts, and windows beside.
+@pytest.mark.parametrize("name", spread(NAMES, [NAMES[0], NAMES[3], *NAMES[5:]]))
 @short_and_long(3, 250)
 def test_random_chats_are_those_of_plain_decoding(size: int, name: str, tmp_path: Path) -> None:
     _, loaded = load_stateful(name, tmp_path / "model")
