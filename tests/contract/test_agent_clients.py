@@ -21,11 +21,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.cli.agents import CLIENTS
 from kvchat.cli.background import ServerFacts
-from support.scripted_engine import (
-    Author,
-    Script,
-    ScriptedEngine,
-)
+from support.scripted_engine import Author, Script, ScriptedEngine
 from unit.remote.test_kvchat_server import served
 
 PROGRAMS = Path(__file__).resolve().parents[2] / ".clients" / "agents" / "node_modules" / ".bin"

@@ -1,7 +1,6 @@
 """Bad input gets one clear sentence and the right exit code, and loses nothing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,7 @@ from support.direct_shell import DirectShell
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_a_mistake_gets_a_sentence_and_its_code(
-    direct: DirectShell, arguments: tuple[str, ...], code: int, sentence: str
-) -> None:
+def test_a_mistake_gets_a_sentence_and_its_code(direct, arguments, code, sentence):
     done = direct.run(*arguments)
 
     assert done.returncode == code, done.stderr
@@ -61,9 +58,7 @@ def test_settings_come_from_flag_environment_file_in_this_order(direct: DirectSh
     assert top_k.endswith("config.toml")
 
 
-def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere(
-    direct: DirectShell,
-) -> None:
+def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere(direct):
     assert direct.run("config", "set", "temperature", "0.3").returncode == 0
     assert direct.run("config", "set", "cache_dir", "kept").returncode == 0
     assert direct.run("config", "unset", "temperature").returncode == 0
@@ -92,9 +87,7 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
         ('dtype = "int2"', "is 'int2', but must be one of auto, float32"),
     ],
 )
-def test_a_bad_configuration_file_is_named(
-    direct: DirectShell, content: str, sentence: str
-) -> None:
+def test_a_bad_configuration_file_is_named(direct, content, sentence):
     path = direct.home / ".config/kvchat/config.toml"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -113,9 +106,7 @@ def test_a_bad_environment_variable_is_named(direct: DirectShell) -> None:
     assert b"KVCHAT_SEED is 'soon', but must be a whole number" in done.stderr
 
 
-def test_a_level_that_this_processor_cannot_run_is_refused(
-    shell: Shell, direct: DirectShell
-) -> None:
+def test_a_level_that_this_processor_cannot_run_is_refused(shell, direct):
     """It ended the process in an illegal instruction, after "is no setting and is ignored"."""
     refused = shell.run("-p", "x", KVCHAT_CPU="z80")
     shown = direct.run("config", "show", KVCHAT_CPU="z80")
@@ -140,9 +131,7 @@ def test_weights_in_pickles_are_never_opened(direct: DirectShell, tmp_path: Path
     assert not list(direct.home.rglob("owned"))
 
 
-def test_an_unsupported_architecture_is_named_with_its_reason(
-    direct: DirectShell, tmp_path: Path
-) -> None:
+def test_an_unsupported_architecture_is_named_with_its_reason(direct, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}
@@ -178,9 +167,7 @@ def test_a_directory_that_cannot_be_written_is_named(shell: Shell, tiny: str) ->
     assert b"taken/sessions" in done.stderr
 
 
-def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
-    shell: Shell, tiny: str
-) -> None:
+def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(shell, tiny):
     shell.run("-m", tiny, "--max-tokens", "3", "-p", "Hello there", "--title", "greeting")
     name = shell.sessions[0].stem
 
@@ -238,9 +225,7 @@ def test_models_info_says_what_a_model_is_and_whether_it_runs(shell: Shell, tiny
         lambda: doctor.examine(None),
     ],
 )
-def test_a_removed_working_directory_is_said(
-    run: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_working_directory_is_said(run, tmp_path, monkeypatch):
     """A library of torch ended the process with an error of its own."""
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -37,9 +37,7 @@ def browse(*steps: tuple[object, ...]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_an_exported_conversation_folds_branches_and_follows_the_systems_colours(
-    tmp_path: Path,
-) -> None:
+def test_an_exported_conversation_folds_branches_and_follows_the_systems_colours(tmp_path):
     conversation = branching_conversation()
     conversation.add(turn(7, 3, Role.ASSISTANT, "```python\nx = 1  # one\n```"))
     page = tmp_path / "chat.html"

@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from support.budgets import BUDGETS_S, _children, over_budget
 
 TESTS = Path(__file__).parents[1]
@@ -26,9 +24,7 @@ def test_every_directory_of_tests_has_a_budget() -> None:
     assert directories - {"gpu"} == BUDGETS_S.keys()
 
 
-def test_a_process_that_ends_while_it_is_counted_has_no_children(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_ends_while_it_is_counted_has_no_children(monkeypatch):
     """A run ended in an error of pytest: the directory was gone before it was read."""
 
     def gone(path: Path, pattern: str) -> Iterator[Path]:

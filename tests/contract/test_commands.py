@@ -34,9 +34,7 @@ _REGISTRY = build_registry()
         ("/system You are brief.", "system", "You are brief."),
     ],
 )
-def test_commands_are_found_by_name_alias_and_clear_beginning(
-    line: str, name: str, arguments: str
-) -> None:
+def test_commands_are_found_by_name_alias_and_clear_beginning(line, name, arguments):
     parsed = _REGISTRY.parse(line)
 
     assert isinstance(parsed, Invocation)
@@ -75,9 +73,7 @@ def test_everything_else_is_a_message(line: str) -> None:
         ("/etc", "set"),
     ],
 )
-def test_unknown_commands_are_never_messages_and_name_the_closest(
-    line: str, suggestion: str
-) -> None:
+def test_unknown_commands_are_never_messages_and_name_the_closest(line, suggestion):
     parsed = _REGISTRY.parse(line)
 
     assert isinstance(parsed, Unknown)

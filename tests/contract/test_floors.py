@@ -91,9 +91,7 @@ OWNERS = {
     "httpx2": {"remote", "tools/mcp_tools.py", "bench/clients.py"},
 }
 # Modules that import each other, for types only, as docs/architecture.md names them.
-CIRCLES = {
-    frozenset({"kvchat.terminal.prompt", "kvchat.terminal.keys", "kvchat.terminal.layout"}),
-}
+CIRCLES = {frozenset({"kvchat.terminal.prompt", "kvchat.terminal.keys", "kvchat.terminal.layout"})}
 REFUSED_NAMES = {"utils", "common", "helpers", "misc"}
 
 
@@ -241,9 +239,7 @@ def names_of(requirements: Iterable[str]) -> set[str]:
 
 def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
     """Return the imports of other packages that no declaration has."""
-    package_of = packages_distributions() | {
-        "mooncake": ["mooncake-transfer-engine-non-cuda"],
-    }
+    package_of = packages_distributions() | {"mooncake": ["mooncake-transfer-engine-non-cuda"]}
     known = sys.stdlib_module_names | OURS
     return [
         f"{path.relative_to(ROOT)}:{line} imports {module}"

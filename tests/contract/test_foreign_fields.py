@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvchat.chat.chat_model import ChatModel
 from kvchat.server.guard import App
 from support.asgi_client import Got, post
 from support.served import Serve
@@ -65,9 +64,7 @@ def answered(app: App, path: str, **fields: Any) -> Got:
 
 
 @pytest.mark.parametrize(("path", "fields"), REFUSED)
-def test_a_field_that_would_change_the_answer_is_refused_by_its_name(
-    app: App, path: str, fields: dict[str, Any]
-) -> None:
+def test_a_field_that_would_change_the_answer_is_refused_by_its_name(app, path, fields):
     """Each was answered as if it were not there."""
     got = post(app, path, BODIES[path] | fields)
 
@@ -131,9 +128,7 @@ def test_logprobs_of_the_other_openai_interface_are_understood(serve: Serve) -> 
     assert len(chosen[0]["top_logprobs"]) <= 2
 
 
-def test_what_other_servers_call_a_field_reaches_the_sampler(
-    serve: Serve, asked: list[Any]
-) -> None:
+def test_what_other_servers_call_a_field_reaches_the_sampler(serve, asked):
     app = serve()
 
     answered(app, CHAT, repeat_penalty=1.5, n_predict=3)
@@ -161,9 +156,7 @@ def test_ends_of_answers_reach_the_engine(serve: Serve, asked: list[Any]) -> Non
     assert unknown.json["error"]["param"] == "min_tokens", "the scripted model has no number"
 
 
-def test_an_answer_has_at_least_so_many_tokens(
-    serve: Serve, model: ChatModel, asked: list[Any]
-) -> None:
+def test_an_answer_has_at_least_so_many_tokens(serve, model, asked):
     app = serve(served=replace(model, vocab_size=300))
 
     answered(app, CHAT, min_tokens=2)
@@ -198,9 +191,7 @@ def test_an_answer_has_at_least_so_many_tokens(
         {"structured_outputs": {"choice": ["hello 0"]}},
     ],
 )
-def test_formats_of_other_servers_limit_the_answer(
-    serve: Serve, asked: list[Any], fields: dict[str, Any]
-) -> None:
+def test_formats_of_other_servers_limit_the_answer(serve, asked, fields):
     """A schema beside json_object was dropped: any object was an answer."""
     answered(serve(), CHAT, **fields)
 
@@ -248,9 +239,7 @@ def test_a_compressed_body_is_read(app: App, encoding: str) -> None:
     ],
     ids=["unknown", "two", "plain", "cut off", "goes on", "a bomb"],
 )
-def test_a_body_that_cannot_be_decompressed_is_refused(
-    app: App, encoding: str, body: bytes, status: int
-) -> None:
+def test_a_body_that_cannot_be_decompressed_is_refused(app, encoding, body, status):
     got = post(app, CHAT, body, **{"content-encoding": encoding})
 
     assert got.status == status

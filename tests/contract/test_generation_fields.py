@@ -63,9 +63,7 @@ BAD: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("path", BODIES)
-def test_a_bad_value_is_refused_by_the_name_of_its_field(
-    serve: Serve, path: str, name: str
-) -> None:
+def test_a_bad_value_is_refused_by_the_name_of_its_field(serve, path, name):
     field, value = BAD[name]
 
     got = post(serve(), path, BODIES[path] | {field.partition(".")[0]: value})

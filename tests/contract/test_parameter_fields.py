@@ -70,9 +70,7 @@ def fields_of(path: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_parameter_is_a_field_of_every_interface(
-    serve: Serve, asked: list[Any], path: str
-) -> None:
+def test_every_parameter_is_a_field_of_every_interface(serve, asked, path):
     body = {"model": "scripted", **BODIES[path]}
     body |= {field: GOOD[name] for name, field in fields_of(path)}
 
@@ -124,14 +122,9 @@ def test_a_request_without_a_field_gets_what_the_server_was_given() -> None:
 
 @pytest.mark.parametrize(
     ("messages", "begins"),
-    [
-        (USER, "system\nBe brief."),
-        ([{"role": "system", "content": "Own."}, *USER], "system\nOwn."),
-    ],
+    [(USER, "system\nBe brief."), ([{"role": "system", "content": "Own."}, *USER], "system\nOwn.")],
 )
-def test_a_server_has_a_system_prompt_for_conversations_without_one(
-    model: ChatModel, asked: list[Any], messages: list[dict[str, str]], begins: str
-) -> None:
+def test_a_server_has_a_system_prompt_for_conversations_without_one(model, asked, messages, begins):
     """`kvchat serve --system` was no such option."""
     host = ChatHost(model, scripted_build(model, echo), None)
     with ExitStack() as parts:

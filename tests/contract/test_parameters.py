@@ -38,19 +38,11 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "draft": ("ngram", "", "is empty. Leave it out for the default."),
     "spec": ("on", "maybe", "is 'maybe', but must be true or false."),
     "device": ("cpu", "tpu", "is 'tpu', but must be one of auto, cpu, cuda."),
-    "dtype": (
-        "float16",
-        "int2",
-        "is 'int2', but must be one of auto, float32, bfloat16, float16.",
-    ),
+    "dtype": ("float16", "int2", "is 'int2', but must be one of auto, float32, bfloat16, float16."),
     "weights": ("int4", "int2", "is 'int2', but must be one of auto, int8, int4."),
     "threads": ("2", "0", "is 0, but must be 1 to 1024."),
     "max_context": ("512", "-1", "is -1, but must be 1 or more."),
-    "keep_alive": (
-        "10",
-        "-1",
-        "is -1.0, but must be 0 (off) or more.",
-    ),
+    "keep_alive": ("10", "-1", "is -1.0, but must be 0 (off) or more."),
     "graphs": ("off", "2", "is '2', but must be true or false."),
     "system": ("Be brief.", "a\0b", "has a NUL character, which no setting can hold."),
     "temperature": ("0", "hot", "is 'hot', but must be a number."),
@@ -62,11 +54,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "max_tokens": ("16", "0", "is 0, but must be 1 or more."),
     "repetition_limit": ("256", "5", "is 5, but must be 0 (off) or at least 128."),
     "stop": ("END", "", "is an empty text, which would stop every answer."),
-    "think": (
-        "low",
-        "hard",
-        "is 'hard', but must be one of auto, on, off, low, medium, high.",
-    ),
+    "think": ("low", "hard", "is 'hard', but must be one of auto, on, off, low, medium, high."),
     "format": (
         "json",
         "xml",
@@ -137,9 +125,7 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.parametrize("command", [None, "serve"])
 @pytest.mark.parametrize("name", VALUES)
-def test_a_flag_a_variable_and_a_key_mean_the_same(
-    tmp_path: Path, name: str, command: str | None
-) -> None:
+def test_a_flag_a_variable_and_a_key_mean_the_same(tmp_path, name, command):
     """`kvchat serve` had half of the flags of `kvchat`: --top-k was no such option."""
     parameter, text = BY_NAME[name], VALUES[name][0]
     is_switch = parameter.kind is Kind.SWITCH
@@ -176,9 +162,7 @@ def test_a_bad_value_is_refused_in_one_wording(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "bad"), [(n, bad) for n, (bad, _) in BAD_FIELDS.items()])
-def test_a_bad_key_of_the_file_is_named_with_the_file(
-    tmp_path: Path, name: str, bad: object
-) -> None:
+def test_a_bad_key_of_the_file_is_named_with_the_file(tmp_path, name, bad):
     file = tmp_path / "config.toml"
     write_table(file, {name: bad})
 
@@ -349,9 +333,7 @@ def test_subcommands_are_those_of_the_contract(command: str, subcommands: str) -
 
 
 @pytest.mark.parametrize("name", ["adapter", "cache_dir", "sessions_dir", "model", "draft"])
-def test_a_path_is_stored_so_that_it_holds_in_every_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_path_is_stored_so_that_it_holds_in_every_directory(tmp_path, monkeypatch, name):
     """`config set adapter ./lora` meant another directory wherever kvchat was started."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -363,9 +345,7 @@ def test_a_path_is_stored_so_that_it_holds_in_every_directory(
     assert resolve({}, {}, file)[name] == str(tmp_path / "here")
 
 
-def test_settings_are_shown_with_what_decides_where_nothing_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_shown_with_what_decides_where_nothing_is_set(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
 

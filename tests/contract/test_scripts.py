@@ -101,9 +101,7 @@ def test_json_requests_run_as_one_batch_and_carry_their_ids(shell: Shell, tiny: 
     assert short["usage"]["completion_tokens"] <= 3
 
 
-def test_a_sender_may_wait_for_an_answer_before_its_next_request(
-    shell: ForkedShell, tiny: str
-) -> None:
+def test_a_sender_may_wait_for_an_answer_before_its_next_request(shell, tiny):
     with shell.start("-m", tiny, *GREEDY, "--input-format", "jsonl") as process:
         for number in range(2):
             process.stdin.write(json.dumps({"id": number, "prompt": "hi"}).encode() + b"\n")
@@ -142,9 +140,7 @@ def test_invalid_bytes_on_input_are_replaced_and_reported_once(shell: Shell, tin
     assert done.stderr.count(b"not valid UTF-8") == 1
 
 
-def test_a_model_without_a_template_completes_and_says_so_once(
-    shell: Shell, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_model_without_a_template_completes_and_says_so_once(shell, tmp_path_factory):
     from support.checkpoints import save_checkpoint, tiny_model
 
     bare = save_checkpoint(tmp_path_factory.mktemp("bare"), tiny_model("gpt2"), chat_template=None)
@@ -168,9 +164,7 @@ def test_of_many_samples_that_are_cut_off_one_line_tells(shell: Shell, tiny: str
     assert done.stderr.count(b"cut off at --max-tokens") == 1
 
 
-def test_a_request_with_a_limit_of_its_own_is_not_at_the_end_of_the_context(
-    shell: Shell, tiny: str
-) -> None:
+def test_a_request_with_a_limit_of_its_own_is_not_at_the_end_of_the_context(shell, tiny):
     """Only the command line's limit was asked for, so a request's was taken for the context's."""
     request = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode() + b"\n"
 
@@ -219,9 +213,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_a_signal_ends_the_answer_and_keeps_it(
-    shell: ForkedShell, endless: str, number: int, code: int
-) -> None:
+def test_a_signal_ends_the_answer_and_keeps_it(shell, endless, number, code):
     process = _started_answering(shell, endless)
 
     process.send_signal(number)
@@ -268,9 +260,7 @@ def test_two_processes_do_not_write_to_one_session(shell: ForkedShell, endless: 
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1])
-def test_a_full_disk_is_told_and_the_answer_still_comes(
-    shell: Shell, tiny: str, num_blocks: int
-) -> None:
+def test_a_full_disk_is_told_and_the_answer_still_comes(shell, tiny, num_blocks):
     """It ended with 0, and a script took the conversation for saved."""
     lines = b"first message\n" + b"second " * 20 + b"\n"
 
@@ -285,9 +275,7 @@ def test_a_full_disk_is_told_and_the_answer_still_comes(
 
 
 @pytest.mark.parametrize("command", ["/new", "/resume Ships"])
-def test_a_conversation_that_a_command_left_unsaved_is_in_the_exit_code(
-    shell: ForkedShell, tiny: str, command: str
-) -> None:
+def test_a_conversation_that_a_command_left_unsaved_is_in_the_exit_code(shell, tiny, command):
     """Only the last conversation of a script counted: after /new it ended with 0."""
     shell.run("-m", tiny, *GREEDY, "--title", "Ships", "-p", "one")
     lines = f"first message\n{'second ' * 20}\n{command}\n"

@@ -27,9 +27,7 @@ def anthropic() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[ServerProcess]:
+def server(tmp_path_factory, fork_server: ForkServer) -> Iterator[ServerProcess]:
     shell = ForkedShell(tmp_path_factory.mktemp("home"), server=fork_server)
     with served(shell, "-m", "demo", "--api-key", KEY) as server:
         yield server

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat_kernels.kv_code import CODES, KvCode
+from kvchat_kernels.kv_code import CODES
 from support.attention_checks import (
     CASES,
     MIXED,
@@ -70,9 +70,7 @@ def test_spans_look_at_positions_where_a_table_has_its_own(name: str, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("name", ["window 5", "softcap and window", "sinks and window"])
-def test_what_is_behind_a_window_need_not_be_there(
-    name: str, block_size: int, dtype: torch.dtype
-) -> None:
+def test_what_is_behind_a_window_need_not_be_there(name, block_size, dtype):
     for lengths in (MIXED, ((300, 600), (90, 300), (1, 97)), ((513, 1100),)):
         check_window_tables(CASES[name], lengths, "triton", DEVICE, dtype, block_size)
 
@@ -141,9 +139,7 @@ def test_blocks_beyond_two_to_the_31_elements_are_found() -> None:
 @pytest.mark.parametrize("new", [1, 5, 16, 257])
 @pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_real_models_over_kv_in_few_bits(
-    name: str, code: KvCode, new: int, dtype: torch.dtype
-) -> None:
+def test_layers_of_real_models_over_kv_in_few_bits(name, code, new, dtype):
     case = LAYERS[name]
     if code.takes(case.key_dim, case.value_dim):
         lengths = ((new, 4097), (1, 257), (new, new), (1, 63))
@@ -158,9 +154,7 @@ def test_a_captured_step_over_kv_of_8_bits_is_right_at_other_lengths(new: int) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 @pytest.mark.parametrize("dims", [(128, 128), (64, 256), (20, 40)], ids=str)
-def test_a_gpu_stores_the_same_bytes_as_a_cpu(
-    dims: tuple[int, int], code: KvCode, dtype: torch.dtype
-) -> None:
+def test_a_gpu_stores_the_same_bytes_as_a_cpu(dims, code, dtype):
     if code.takes(*dims):
         check_coded_write(dims, dtype, DEVICE, code)
 

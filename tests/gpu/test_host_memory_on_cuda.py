@@ -48,9 +48,7 @@ def fill(manager: CacheManager, seed: int) -> list[int]:
     return ids
 
 
-def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
-    manager: CacheManager, chain: KvChain
-) -> None:
+def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(manager, chain):
     """The blocks are overwritten at once: what was staged before must be what is copied."""
     one = fill(manager, seed=1)
     before = images_of(manager, one, 0, NUM_BLOCKS)

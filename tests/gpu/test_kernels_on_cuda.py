@@ -33,12 +33,7 @@ from support.expert_checks import (
     random_step,
 )
 from support.expert_checks import check_rows_beside_others as check_rows_of_experts_beside_others
-from support.kv_kernel_checks import (
-    KvCase,
-    check_block_copies,
-    check_kv_write,
-    check_rope_kv_write,
-)
+from support.kv_kernel_checks import KvCase, check_block_copies, check_kv_write, check_rope_kv_write
 from support.rounding import assert_same_bits
 from support.row_kernel_checks import (
     check_gates,
@@ -124,9 +119,7 @@ def test_products_with_one_row(sizes: tuple[int, int], dtype: torch.dtype, has_b
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("sizes", [(90, 37), (896, 1152), (4096, 6144)], ids=str)
 @pytest.mark.parametrize("kind", ROUNDED_KINDS, ids=str)
-def test_products_with_weights_in_blocks(
-    kind: Kind, sizes: tuple[int, int], num_rows: int, dtype: torch.dtype
-) -> None:
+def test_products_with_weights_in_blocks(kind, sizes, num_rows, dtype):
     check_block_linear(kind, (num_rows, *sizes), dtype, True, DEVICE)
 
 

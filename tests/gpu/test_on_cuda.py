@@ -26,10 +26,7 @@ PROMPT = random_ids(90, 256, seed=1)
 
 
 def build(
-    checkpoint: Path,
-    directory: Path | None = None,
-    dtype: str = "float32",
-    weights: str = "auto",
+    checkpoint: Path, directory: Path | None = None, dtype: str = "float32", weights: str = "auto"
 ) -> AssembledEngine:
     cache = CacheConfig(device_bytes=Size(num_bytes=16 << 20), directory=directory)
     return assemble(checkpoint, dtype, cache, device=DEVICE, weights=weights)
@@ -135,9 +132,7 @@ def test_windows_change_no_answer(model_type: str, kv_dtype: str, tmp_path: Path
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
-def test_packed_weights_run_fused_and_captured(
-    model_type: str, weights: str, tmp_path: Path
-) -> None:
+def test_packed_weights_run_fused_and_captured(model_type, weights, tmp_path):
     save_checkpoint(tmp_path / "model", never_stopping(tiny_model(model_type)))
     assembled = build(tmp_path / "model", dtype="bfloat16", weights=weights)
     loaded = assembled.loaded

@@ -120,9 +120,7 @@ def test_blocks_leave_and_come_back_behind_the_host_and_before_they_are_overwrit
     images.release()
 
 
-def test_a_step_that_takes_tokens_of_the_step_before_is_queued_without_reading_them(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_takes_tokens_of_the_step_before_is_queued_without_reading_them(tmp_path):
     loaded = load_tiny("llama", tmp_path, "cuda")
     scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
     pieces = [scene.read(20 + row, [row + 3]) for row in range(3)]

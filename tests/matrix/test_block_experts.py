@@ -26,18 +26,14 @@ from unit.kernels.test_block_linear import check_compiled, meta
 
 @pytest.mark.parametrize("num_rows", spread([1, 2], [2]))
 @pytest.mark.parametrize("kind", spread(KINDS, [KINDS[3]]), ids=str)
-def test_experts_are_those_of_the_unpacked_weights(
-    interpreter: Interpreter, kind: Kind, num_rows: int
-) -> None:
+def test_experts_are_those_of_the_unpacked_weights(interpreter, kind, num_rows):
     dtype = torch.float16 if num_rows == 2 else torch.float32
     num_experts = 3 if kind.columns > 32 else 6  # rows of 256 columns take long
     interpreter(check_block_experts, Case(num_rows, num_experts, kinds=(kind, kind), dtype=dtype))
 
 
 @pytest.mark.parametrize("num_rows", spread([1, 3], [3]))
-def test_gate_up_and_down_of_a_file_may_have_layouts_of_their_own(
-    interpreter: Interpreter, num_rows: int
-) -> None:
+def test_gate_up_and_down_of_a_file_may_have_layouts_of_their_own(interpreter, num_rows):
     kinds = KINDS[1], KINDS[3], KINDS[5]
     interpreter(check_block_experts, Case(num_rows, top_k=3, kinds=kinds))
 
@@ -67,9 +63,7 @@ def test_steps_of_random_sizes(interpreter: Interpreter, size: int) -> None:
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS + 1])
-def test_a_bias_is_added_to_what_an_expert_makes(
-    interpreter: Interpreter, num_rows: int, impl: str
-) -> None:
+def test_a_bias_is_added_to_what_an_expert_makes(interpreter, num_rows, impl):
     case = Case(num_rows, hidden=32, width=32, has_bias=True)
     interpreter(check_block_experts, case, "cpu", impl)
 
@@ -88,9 +82,7 @@ def test_an_expert_of_more_pairs_than_a_tile_has_rows(interpreter: Interpreter) 
         ([expert % 60 for expert in range(0, 700, 7)], 64),
     ],
 )
-def test_pairs_are_grouped_by_expert(
-    experts: list[int], num_experts: int, interpreter: Interpreter
-) -> None:
+def test_pairs_are_grouped_by_expert(experts, num_experts, interpreter):
     interpreter(check_groups, experts, num_experts)
 
 
@@ -137,9 +129,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize(("gpu", "name", "kind"), [*USUAL, *OTHERS], ids=str)
-def test_weights_are_on_their_way_before_they_are_needed(
-    gpu: Gpu, name: str, kind: Kind, num_rows: int
-) -> None:
+def test_weights_are_on_their_way_before_they_are_needed(gpu, name, kind, num_rows):
     hidden, width, num_experts, top_k = SHAPES[name]
     chosen = meta(num_rows, top_k, dtype=torch.int64)
     groups = Groups.empty(chosen, num_experts) if num_rows > 1 else None

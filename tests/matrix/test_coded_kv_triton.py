@@ -5,7 +5,7 @@ import torch
 
 from kvchat.model.gpu.cuda_graph import trapping_host_reads
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.kv_code import FP8, INT4, K8V4, KvCode
+from kvchat_kernels.kv_code import FP8, INT4, K8V4
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import DeviceSequences, Scoring
 from support.attention_checks import CASES
@@ -32,9 +32,7 @@ DIMS = [(16, 16), (20, 20), (8, 24), (40, 80), (96, 64)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", spread([(dims,) for dims in DIMS], [(DIMS[0],)]), ids=str)
-def test_the_write_stores_the_same_bytes_as_the_reference(
-    interpreter: Interpreter, dims: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_the_write_stores_the_same_bytes_as_the_reference(interpreter, dims, dtype):
     interpreter(check_coded_write, dims, dtype)
 
 
@@ -45,9 +43,7 @@ FEW_BITS = [FP8, K8V4, INT4]
 @pytest.mark.parametrize(
     "dims", spread([((64, 64),), ((80, 16),), ((48, 96),)], [((80, 16),)]), ids=str
 )
-def test_the_write_of_other_codes_stores_the_same_bytes_too(
-    interpreter: Interpreter, dims: tuple[int, int], code: KvCode
-) -> None:
+def test_the_write_of_other_codes_stores_the_same_bytes_too(interpreter, dims, code):
     interpreter(check_coded_write, dims, torch.float32, "cpu", code)
 
 
@@ -55,18 +51,14 @@ def test_the_write_of_other_codes_stores_the_same_bytes_too(
 @pytest.mark.parametrize(
     "dims", spread([((64, 64),), ((80, 16),), ((16, 96),)], [((80, 16),)]), ids=str
 )
-def test_attention_over_other_codes(
-    interpreter: Interpreter, dims: tuple[int, int], code: KvCode
-) -> None:
+def test_attention_over_other_codes(interpreter, dims, code):
     case = AttentionCase(num_heads=6, num_kv_heads=2, key_dim=dims[0], value_dim=dims[1])
     lengths = ((1, 63), (17, 33), (18, 70))
     interpreter(check_coded_attention, case, lengths, "cpu", torch.float32, 16, False, code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_queries_are_turned_as_the_reference_turns_them(
-    interpreter: Interpreter, dtype: torch.dtype
-) -> None:
+def test_queries_are_turned_as_the_reference_turns_them(interpreter, dtype):
     for dim in (8, 16, 80, 96):
         interpreter(check_turned_queries, dim, dtype)
 
@@ -92,9 +84,7 @@ def test_chunks_by_rule(interpreter: Interpreter, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", spread(["window 100", "chunk 48"], ["window 100"]))
-def test_spans_look_at_positions_where_a_table_has_its_own(
-    interpreter: Interpreter, name: str
-) -> None:
+def test_spans_look_at_positions_where_a_table_has_its_own(interpreter, name):
     lengths = (*FEW_ROWS, (18, 70))
     interpreter(check_coded_attention, CASES[name], lengths, "cpu", torch.float32, 16, True)
 
@@ -105,9 +95,7 @@ def test_float16_and_other_blocks(interpreter: Interpreter) -> None:
 
 
 @pytest.mark.parametrize("new", spread([1, 5], [5]))
-def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
-    interpreter: Interpreter, new: int
-) -> None:
+def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(interpreter, new):
     interpreter(check_coded_replay, AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33))
 
 

@@ -142,9 +142,7 @@ def test_a_batch_of_branches_and_edits_does_not_mix(coded: Coded) -> None:
     assert answers[-1].num_cached >= len(ends[-1]) - BLOCK
 
 
-def test_a_restart_goes_on_at_every_turn_with_the_same_numbers(
-    coded: Coded, tmp_path: Path
-) -> None:
+def test_a_restart_goes_on_at_every_turn_with_the_same_numbers(coded, tmp_path):
     chat, context, ends = coded.opened(tmp_path), words(70, seed=5), []
     for turn in range(3):
         context = [*context, *coded.ask(chat, context)]

@@ -4,7 +4,6 @@ import ast
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -79,9 +78,7 @@ class _Scaled(torch.nn.Embedding):
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, _Scaled])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_embedded_rows_are_those_of_the_module(
-    kind: type[torch.nn.Embedding], dtype: torch.dtype
-) -> None:
+def test_embedded_rows_are_those_of_the_module(kind, dtype):
     embedding = kind(50, 24, dtype=dtype)
     stream = torch.full((16, 24), 7.0)
     ids = torch.tensor([3, 49, 0, 3])
@@ -132,9 +129,7 @@ def test_a_step_leaves_nothing_behind_for_the_next(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "mixtral"])
-def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
+def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(family, dtype, tmp_path):
     """The oracle is the same rounded weights computed with in float32."""
     loaded = load(tmp_path, family, dtype=dtype)
     batch = batch_of(STEPS["three sequences"])
@@ -150,9 +145,7 @@ def test_in_16_bits_it_is_nearer_to_float32_than_the_modules_are(
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 @pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, {"weights": "int4"}])
-def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
-    family: str, config: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(family, config, tmp_path):
     """A verify of several rows must accept what rows one by one would have drawn."""
     loaded = load(tmp_path, family, **config)
     pools = pools_of(loaded)
@@ -185,9 +178,7 @@ def levels_of(numbers: torch.Tensor) -> torch.Tensor:
         *(("gemma2", "k8v4"), ("llama", "int4"), ("gemma3_text", "int4")),
     ],
 )
-def test_over_coded_kv_logits_and_kv_are_those_of_the_modules(
-    family: str, code: str, tmp_path: Path
-) -> None:
+def test_over_coded_kv_logits_and_kv_are_those_of_the_modules(family, code, tmp_path):
     """A number at the middle of two levels may fall on either side, so KV is equal to a level."""
     loaded = load(tmp_path, family, dtype="float32")
     geometry = kv_geometry(loaded.spec, CacheConfig(BLOCK, kv_dtype=code), loaded.dtype)
@@ -233,9 +224,7 @@ def test_many_sequences_are_computed_group_by_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_short_prompt_beside_others_is_computed_group_by_group(
-    weights: str, tmp_path: Path
-) -> None:
+def test_a_short_prompt_beside_others_is_computed_group_by_group(weights, tmp_path):
     """A prompt of 17 tokens took 3.6 times as long by the modules, one of 128 1.3 times."""
     loaded = load(tmp_path, "gemma2", weights=weights)
     ids, blocks = random_ids(45, seed=1), range(1, 41)
@@ -294,9 +283,7 @@ def test_a_long_prompt_is_computed_group_by_group(
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_groups_of_long_contexts_have_fewer_rows(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_long_contexts_have_fewer_rows(family, tmp_path, monkeypatch):
     """128 sequences on 32,768 positions took 256 MiB for what attention makes of their parts."""
     step = "kvchat.model.cpu.compiled_step"
     loaded = load(tmp_path, family, weights="int8")
@@ -346,9 +333,7 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
     assert all(part.data_ptr() % 64 == 0 for part in (activations.floats, rounded.levels))
 
 
-def test_a_step_of_several_groups_can_be_abandoned_between_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_several_groups_can_be_abandoned_between_them(tmp_path, monkeypatch):
     monkeypatch.setattr("kvchat.model.cpu.compiled_step._RESULT_BYTES", 1)  # groups of FEW_ROWS
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
@@ -361,9 +346,7 @@ def test_a_step_of_several_groups_can_be_abandoned_between_them(
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(weights, tmp_path, monkeypatch):
     """Esc waited for the end of a decode step, which takes a large model up to seconds."""
     monkeypatch.setattr("kvchat.model.cpu.compiled_step._WEIGHTS_PER_PIECE", 1 << 10)
     loaded = load(tmp_path, "llama", dtype="float32", weights=weights)
@@ -387,9 +370,7 @@ def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(
     assert torch.equal(model.forward(batch), expected)
 
 
-def test_a_step_goes_on_with_the_threads_that_are_set_within_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_goes_on_with_the_threads_that_are_set_within_it(tmp_path, monkeypatch):
     """A busy moment lowers the threads of a prompt, and a second later all are tried again. A step
     ran on as many as it began with: it looked as if most of them could not run, and prompts read
     at half of their speed until the program ended.
@@ -480,9 +461,7 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("biogpt", {}),
     ],
 )
-def test_other_models_run_their_own_code(
-    model_type: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_other_models_run_their_own_code(model_type, settings, tmp_path):
     source = find_model(str(save_checkpoint(tmp_path, tiny_model(model_type, **settings))))
     loaded = load_model(source, ModelConfig(), None, lambda _: None)
 
@@ -490,9 +469,7 @@ def test_other_models_run_their_own_code(
     ensure_trusted(loaded, NO_MEMORY)
 
 
-def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
-    tmp_path: Path,
-) -> None:
+def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(tmp_path):
     """Phi-3.5-MoE's angles have the factor of the longest position of a step, which may be of
     another request; the two factors of the published models are equal."""
     rope = {
@@ -516,9 +493,7 @@ def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
     ("model_type", "factor"),
     [("cohere2_vision", "logit_scale"), ("hyperclovax_vision_v2", "logits_scaling")],
 )
-def test_logits_have_the_factor_of_the_class_that_has_the_head(
-    model_type: str, factor: str, tmp_path: Path
-) -> None:
+def test_logits_have_the_factor_of_the_class_that_has_the_head(model_type, factor, tmp_path):
     """Cohere's image-text classes leave out the factor that the configuration of their text model
     names; one of HyperCLOVA X has it. Answers were drawn at a sixteenth of the temperature."""
     if model_type not in CONFIG_MAPPING:
@@ -549,9 +524,7 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_family_that_is_read_wrongly_fails_the_self_test(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_is_read_wrongly_fails_the_self_test(dtype, tmp_path, monkeypatch):
     """The weights of Gemma's norms are offsets from one."""
     monkeypatch.setitem(families.FAMILIES, "gemma", families.FAMILIES["llama"])
     loaded = load(tmp_path, "gemma", dtype=dtype)
@@ -563,9 +536,7 @@ def test_a_family_that_is_read_wrongly_fails_the_self_test(
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
 
 
-def test_a_machine_without_a_compiler_runs_the_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_compiler_runs_the_modules(tmp_path, monkeypatch):
     def fails(*_: object) -> None:
         raise RuntimeError("no target")
 

@@ -29,18 +29,13 @@ _GATHERED = (
     "diffllama hrm_text codegen"
 )
 SPREAD = {"paged": _PAGED.split(), "gathered": _GATHERED.split()}
-_ALWAYS = [
-    *("afmoe", "gemma4_text", "qwen2_vl"),
-    *("bloom", "bart", "deepseek_v32"),
-]
+_ALWAYS = [*("afmoe", "gemma4_text", "qwen2_vl"), *("bloom", "bart", "deepseek_v32")]
 _TYPES = [(name, path) for path, names in SPREAD.items() for name in names]
 _LEAST_EXACT_CAUSAL = 0.87  # of the causal types that the installed transformers has
 
 
 @pytest.mark.parametrize(("name", "path"), spread(_TYPES, [t for t in _TYPES if t[0] in _ALWAYS]))
-def test_a_spread_of_types_answers_as_a_full_recompute_does(
-    name: str, path: str, tmp_path: Path
-) -> None:
+def test_a_spread_of_types_answers_as_a_full_recompute_does(name, path, tmp_path):
     verdict = verdict_of(name, tmp_path)
 
     assert verdict.outcome == EXACT, verdict

@@ -108,9 +108,7 @@ def test_a_checkpoint_tells_whether_it_stays_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["of safetensors files", "MXFP4", "Q8_0"])
-def test_on_a_gpu_they_are_those_of_their_module(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_they_are_those_of_their_module(form, tmp_path, monkeypatch):
     """They became 16 bits there, and a model of 13 GB needed 40."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(BlockWeights, "to", lambda weights, where: weights)

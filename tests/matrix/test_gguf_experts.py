@@ -149,9 +149,7 @@ def calm_model(family: str, settings: dict[str, Any]) -> PreTrainedModel:
         ],
     ),
 )
-def test_steps_and_prefill_are_those_of_the_unpacked_weights(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_steps_and_prefill_are_those_of_the_unpacked_weights(family, kind, tmp_path):
     settings, metadata = _COMPILED[family]
     twin = calm_model(family, settings)
     path = write_gguf(
@@ -220,9 +218,7 @@ def test_a_dtype_that_is_asked_for_unpacks_experts(tmp_path: Path) -> None:
         assert torch.equal(ours.mlp.experts.down_proj, own.mlp.experts.down_proj)
 
 
-def test_what_loading_needs_is_what_blocks_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_loading_needs_is_what_blocks_take(tmp_path, monkeypatch):
     """It once asked for twice the file: a file of 18 GB was refused where 32 GB were free."""
     settings, metadata = _COMPILED["qwen3_moe"]
     twin = tiny_model("qwen3_moe", **{**settings, **_SIZES})

@@ -97,9 +97,7 @@ def test_logits_equal_those_of_the_safetensors_twin(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", spread(FAMILIES, _IN_FORMS_OF_THEIR_OWN))
-def test_a_family_that_llama_cpp_stores_in_another_form_is_its_twin(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_family_that_llama_cpp_stores_in_another_form_is_its_twin(family, tmp_path):
     model_type, settings, metadata = FAMILIES[family]
     model = with_random_norms(tiny_model(model_type, **settings))
     path = write_gguf(tmp_path / "m.gguf", model, metadata=metadata, extra=EXTRA.get(family))
@@ -184,9 +182,7 @@ def test_gpt_oss_has_its_experts_in_mxfp4_and_runs_on_pages(tmp_path: Path) -> N
     spread(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"], ["Q8_0", "Q4_K"]),
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_linear_layers_multiply_with_the_blocks_of_the_file(
-    kind: str, family: str, tmp_path: Path
-) -> None:
+def test_linear_layers_multiply_with_the_blocks_of_the_file(kind, family, tmp_path):
     """Rows that llama.cpp has in another order included."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     model = tiny_model(family, **sizes, head_dim=64)
@@ -207,9 +203,7 @@ def test_linear_layers_multiply_with_the_blocks_of_the_file(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_head_tied_to_the_embeddings_multiplies_with_the_blocks_of_the_table(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_head_tied_to_the_embeddings_multiplies_with_the_blocks_of_the_table(family, tmp_path):
     model = tiny_model(family, **{**_FAMILIES[family], "tie_word_embeddings": True})
     path = write_gguf(tmp_path / "m.gguf", model, "Q8_0")
 
@@ -255,9 +249,7 @@ def test_a_large_table_of_embeddings_stays_in_its_blocks(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3_000])
-def test_rows_are_let_go_of_while_a_matrix_is_read(
-    num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_let_go_of_while_a_matrix_is_read(num_bytes, monkeypatch):
     """A process held the file of the largest matrix beside its copy."""
     data = torch.randint(0, 256, (37, 144 * 2), dtype=torch.uint8)
     whole = read_blocks(data, "Q4_K", is_interleaved=True)
@@ -273,9 +265,7 @@ def test_rows_are_let_go_of_while_a_matrix_is_read(
 
 
 @pytest.mark.parametrize("token_id", [-1, -300, 512])
-def test_a_table_in_blocks_has_no_row_for_an_unknown_token(
-    token_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_in_blocks_has_no_row_for_an_unknown_token(token_id, tmp_path, monkeypatch):
     """It returned the last row for -1; tables of torch raise this error."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, vocab_size=512)
     monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
@@ -300,9 +290,7 @@ def test_weights_in_blocks_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert num_packed_bytes(loaded.module) == in_matrices // 32 * 34
 
 
-def test_a_table_that_a_head_reads_itself_is_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_a_head_reads_itself_is_unpacked(tmp_path, monkeypatch):
     """Its weights would have been zeros, and all its logits."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=True)
     source = find_model(str(write_gguf(tmp_path / "m.gguf", model, "Q8_0")))
@@ -319,9 +307,7 @@ def test_a_table_that_a_head_reads_itself_is_unpacked(
     assert torch.allclose(table, model.get_input_embeddings().weight, rtol=0.1, atol=1e-3)
 
 
-def test_a_file_that_is_new_builds_its_model_without_weights_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_new_builds_its_model_without_weights_once(tmp_path, monkeypatch):
     """The probe had one, and the names and shapes of tensors came from another."""
     own, built = MetaModel.build, []
 

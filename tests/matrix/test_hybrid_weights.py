@@ -45,9 +45,7 @@ def similarity(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", spread(STATEFUL, {*_READ, *FORMS[:5]}))
-def test_all_linear_layers_are_packed_but_those_whose_weights_others_read(
-    name: str, tmp_path: Path
-) -> None:
+def test_all_linear_layers_are_packed_but_those_whose_weights_others_read(name, tmp_path):
     model_type, settings = STATEFUL[name]
     reference = tiny_model(model_type, **settings)
     directory = save_checkpoint(tmp_path, reference)
@@ -100,9 +98,7 @@ def test_what_makes_decays_and_gates_has_8_bits(tmp_path: Path) -> None:
     ("name", "weights"),
     [("qwen3_5", "int8"), ("qwen3_5", "int4"), ("lfm2_moe", "int4"), ("falcon_h1", "int8")],
 )
-def test_a_packed_model_goes_on_after_a_restart_as_if_there_was_none(
-    name: str, weights: str, tmp_path: Path
-) -> None:
+def test_a_packed_model_goes_on_after_a_restart_as_if_there_was_none(name, weights, tmp_path):
     model_type, settings = STATEFUL[name]
     reference = tiny_model(model_type, **settings)
     directory = save_checkpoint(tmp_path / "m", reference)
@@ -147,17 +143,10 @@ _BLOCKS = [
     ("name", "kind"),
     spread(
         _BLOCKS,
-        always=[
-            ("qwen3next", "Q8_0"),
-            ("lfm2", "Q4_K"),
-            ("falcon-h1", "Q4_K"),
-            ("qwen35", "Q6_K"),
-        ],
+        always=[("qwen3next", "Q8_0"), ("lfm2", "Q4_K"), ("falcon-h1", "Q4_K"), ("qwen35", "Q6_K")],
     ),
 )
-def test_recurrent_layers_multiply_with_the_blocks_of_the_file(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_recurrent_layers_multiply_with_the_blocks_of_the_file(name, kind, tmp_path):
     """Rows and columns that llama.cpp has in another order included.
 
     Held to the same file unpacked, which tests of forms hold to the model it was written from.

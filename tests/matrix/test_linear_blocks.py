@@ -107,11 +107,7 @@ def random_blocks(
     if dtype in _WHOLE:
         count = 1 + (has_minimums or dtype == torch.uint8)
         steps = torch.rand(num_out, num_in // 256, count).half() / 30
-    return BlockWeights(
-        *(bits, block, levels, scales, minimums, steps),
-        zero=zero,
-        codes=codes,
-    )
+    return BlockWeights(*(bits, block, levels, scales, minimums, steps), zero=zero, codes=codes)
 
 
 def product_with(weights: BlockWeights, kind: Kind) -> BlockProduct:
@@ -273,9 +269,7 @@ def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
     ],
 )
 @pytest.mark.parametrize("width", [320, 32, 992])
-def test_activations_keep_their_bits_of_each_block(
-    rounding: Rounding, steps: int, width: int
-) -> None:
+def test_activations_keep_their_bits_of_each_block(rounding, steps, width):
     x = outlying(4, width)
     values = rows_of(x, rounding).values()
 
@@ -313,9 +307,7 @@ def test_both_ways_round_alike(rounding: Rounding, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("bits", "has_minimums"), [(8, False), (4, True), (4, False)])
 @pytest.mark.parametrize("width", [224, 480])
-def test_a_rows_result_does_not_hang_on_its_neighbours(
-    bits: int, has_minimums: bool, width: int
-) -> None:
+def test_a_rows_result_does_not_hang_on_its_neighbours(bits, has_minimums, width):
     """Widths with groups of 8, 4, 2 and 1 blocks; the last two rows are no four."""
     weights = random_blocks((50, width), bits, 32, torch.float16, has_minimums)
     product, x = BlockProduct(weights), outlying(FEW_ROWS, width)
@@ -440,9 +432,7 @@ def test_plain_instructions_compute_the_same(bits: int, request: pytest.FixtureR
 
 @pytest.mark.usefixtures("without_features")
 @pytest.mark.parametrize("kind", spread(_EACH, [_EACH[7]]))
-def test_rows_of_weights_side_by_side_are_the_same_products(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_weights_side_by_side_are_the_same_products(kind, monkeypatch):
     """What processors with whole vectors of 512 bits do, here by plain instructions."""
     monkeypatch.setattr(block_products, "_is_wide_faster", lambda are_bytes: True)
     shape, num_rows = ((19, 768) if is_stepped(kind) else (19, 480)), 19
@@ -513,9 +503,7 @@ def test_numbers_halfway_between_two_levels_are_rounded_alike(bits: int) -> None
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_matrix_of_any_form_is_rounded_in_whole_blocks(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_of_any_form_is_rounded_in_whole_blocks(bits, monkeypatch):
     """GPT-2's are turned, and rows of 72 or 100 columns end within a block."""
     monkeypatch.setattr(cpu, "_ROUNDED_AT_ONCE", 1000)
     for weight in (torch.randn(96, 48).t(), torch.randn(40, 72), torch.randn(72, 40).t()):

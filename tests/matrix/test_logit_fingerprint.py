@@ -86,9 +86,7 @@ def homes(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         [*((tensor, "float32") for tensor in TENSORS[::4]), (TENSORS[5], "bfloat16")],
     ),
 )
-def test_no_tensor_may_be_another(
-    tensor: str, dtype: str, llama: Path, homes: dict[str, Path], tmp_path: Path
-) -> None:
+def test_no_tensor_may_be_another(tensor, dtype, llama, homes, tmp_path):
     home = shutil.copytree(homes[dtype], tmp_path / "home")
     other = perturbed(llama, tensor, tmp_path / "other", amount=1.0)
     cold, _ = begin_life(other, None, dtype).answer(PROMPT, 8)

@@ -106,9 +106,7 @@ LONG = [pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2
 
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["gpt_oss, sinks", *LONG])
-def test_logits_are_those_of_the_models_own_attention(
-    name: str, interpreter: Interpreter, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_the_models_own_attention(name, interpreter, tmp_path):
     similarity, calls = interpreter(similarity_on_kernels, name, tmp_path)
 
     assert similarity > 0.9999
@@ -124,9 +122,7 @@ def test_logits_over_a_private_table_are_those_of_a_cache_without_the_dropped_to
 
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.soak)])
-def test_a_packed_model_runs_on_the_kernels_of_its_products(
-    weights: str, interpreter: Interpreter, tmp_path: Path
-) -> None:
+def test_a_packed_model_runs_on_the_kernels_of_its_products(weights, interpreter, tmp_path):
     similarity, calls = interpreter(packed_on_kernels, tmp_path, "llama", weights, 2)
 
     assert similarity > 0.9999
@@ -135,9 +131,7 @@ def test_a_packed_model_runs_on_the_kernels_of_its_products(
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.soak)])
-def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
-    name: str, interpreter: Interpreter, tmp_path: Path
-) -> None:
+def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(name, interpreter, tmp_path):
     similarity, calls = interpreter(packed_on_kernels, tmp_path, name, "int4", 1)
 
     assert similarity > 0.9999
@@ -149,9 +143,7 @@ def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
     ("name", "is_fused"),
     [("llama", True), pytest.param("gemma2, softcap", False, marks=pytest.mark.soak)],
 )
-def test_a_model_over_kv_of_8_bits_runs_on_its_kernels(
-    name: str, is_fused: bool, interpreter: Interpreter, tmp_path: Path
-) -> None:
+def test_a_model_over_kv_of_8_bits_runs_on_its_kernels(name, is_fused, interpreter, tmp_path):
     """Fused layers, the write in 8 bits and attention over it, beside the modules over the same."""
     similarity, launches = interpreter(similarity_over_int8_on_kernels, name, tmp_path, is_fused)
 

@@ -66,9 +66,7 @@ TYPES: dict[str, dict[str, Any]] = {
     ("model_type", "name"),
     [*(("qwen3_moe", name) for name in FORMATS), *((kind, "gptq") for kind in [*TYPES][1:])],
 )
-def test_experts_with_a_tensor_each_stay_in_blocks(
-    model_type: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_with_a_tensor_each_stay_in_blocks(model_type, name, tmp_path, monkeypatch):
     """They became 16 bits, for transformers merges those of a layer."""
     monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: False)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -95,9 +93,7 @@ def test_experts_with_a_tensor_each_stay_in_blocks(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_of_a_packed_checkpoint_go_to_a_gpu_as_they_are(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_packed_checkpoint_go_to_a_gpu_as_they_are(name, tmp_path, monkeypatch):
     """FP8 and NVFP4 became 16 bits there, and experts with a tensor each in any format."""
     device, sent = torch.device("cuda", 0), []
     monkeypatch.setattr(BlockWeights, "to", lambda weights, where: sent.append(where) or weights)

@@ -167,16 +167,12 @@ def assert_twins(packed: Path, plain: Path, dtype: str = "float32") -> None:
 
 
 @pytest.mark.parametrize("name", spread(FORMATS, _DIFFERENT))
-def test_a_packed_checkpoint_has_the_weights_and_logits_of_its_twin(
-    name: str, original: Path, tmp_path: Path
-) -> None:
+def test_a_packed_checkpoint_has_the_weights_and_logits_of_its_twin(name, original, tmp_path):
     assert_twins(*pair(original, tmp_path, name))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_are_unpacked_to_the_dtype_that_is_asked_for(
-    dtype: str, original: Path, tmp_path: Path
-) -> None:
+def test_weights_are_unpacked_to_the_dtype_that_is_asked_for(dtype, original, tmp_path):
     assert_twins(*pair(original, tmp_path, "gptq, 4 bits"), dtype)
 
 
@@ -267,9 +263,7 @@ def test_groups_of_whole_numbers_stay_in_blocks(name: str, original: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks of 128", "compressed-tensors, fp8", "modelopt, fp8"])
-def test_floats_of_8_bits_stay_so(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_floats_of_8_bits_stay_so(name, tmp_path, monkeypatch):
     """They became 16 bits, which take twice the memory: but where torch multiplies these fast."""
     monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: False)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -292,9 +286,7 @@ def test_floats_of_8_bits_stay_so(
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors, nvfp4", "modelopt, nvfp4"])
-def test_nvfp4_takes_the_bytes_of_its_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvfp4_takes_the_bytes_of_its_file(name, tmp_path, monkeypatch):
     """It became 16 bits, on every processor, and then 6: its scale and factor were one float."""
     monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: True)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -398,9 +390,7 @@ def test_scales_and_format_are_part_of_the_identity(original: Path, tmp_path: Pa
         ({"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}, "auto-round"),
     ],
 )
-def test_a_format_that_is_not_read_is_refused_by_name(
-    settings: dict[str, Any], said: str, original: Path, tmp_path: Path
-) -> None:
+def test_a_format_that_is_not_read_is_refused_by_name(settings, said, original, tmp_path):
     directory = Path(shutil.copytree(original, tmp_path / "m"))
     _configure(directory, quantization_config=settings)
     refused = _refused(directory)
@@ -481,9 +471,7 @@ def test_parts_that_are_missing_or_do_not_fit_are_told_in_a_sentence(
         {"quant_method": ["gptq"]},
     ],
 )
-def test_settings_that_cannot_be_are_told_in_a_sentence(
-    settings: object, original: Path, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_are_told_in_a_sentence(settings, original, tmp_path):
     packed, _ = pair(original, tmp_path, "gptq, 4 bits")
     _configure(packed, quantization_config=settings)
     _refused(packed)

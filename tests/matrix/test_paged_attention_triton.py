@@ -1,7 +1,5 @@
 """The Triton kernels of paged attention, interpreted: every rule, and every way work is divided."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -48,9 +46,7 @@ def test_chunks_by_every_rule(interpreter: Interpreter, name: str) -> None:
 
 @pytest.mark.parametrize("lengths", [FEW_ROWS, MANY_ROWS], ids=["few rows", "chunks"])
 @pytest.mark.parametrize("name", spread(POSITION_RULES, ["window in chunk"]))
-def test_spans_look_at_positions_where_a_table_has_its_own(
-    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
-) -> None:
+def test_spans_look_at_positions_where_a_table_has_its_own(interpreter, name, lengths):
     interpreter(check_private_tables, POSITION_RULES[name], (*lengths, (2, 300)), "triton")
 
 
@@ -62,9 +58,7 @@ def test_spans_look_at_positions_where_a_table_has_its_own(
         ("window 5", ((300, 600),)),
     ],
 )
-def test_what_is_behind_a_window_need_not_be_there(
-    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
-) -> None:
+def test_what_is_behind_a_window_need_not_be_there(interpreter, name, lengths):
     """Tiles begin before a window: zero times a NaN of the scratch block would be one."""
     interpreter(check_window_tables, CASES[name], lengths, "triton", "cpu", torch.float32, 4)
 
@@ -82,9 +76,7 @@ def test_what_is_behind_a_window_need_not_be_there(
     ),
     ids=["odd heads", "one head", "softcap and window", "sinks, wide keys"],
 )
-def test_float16_is_as_exact_as_plain_arithmetic_in_it(
-    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
-) -> None:
+def test_float16_is_as_exact_as_plain_arithmetic_in_it(interpreter, name, lengths):
     interpreter(check_attention, CASES[name], lengths, "triton", "cpu", torch.float16)
 
 
@@ -101,9 +93,7 @@ def test_float16_is_as_exact_as_plain_arithmetic_in_it(
         always=[(24, "permuted")],
     ),
 )
-def test_where_blocks_lie_makes_no_difference(
-    interpreter: Interpreter, block_size: int, layout: str
-) -> None:
+def test_where_blocks_lie_makes_no_difference(interpreter, block_size, layout):
     case = AttentionCase(num_heads=2, num_kv_heads=1, window=50, has_sinks=True)
     arguments = ("triton", "cpu", torch.float32, block_size, layout)
     interpreter(check_attention, case, ((17, 60), (2, 80), (1, 257)), *arguments)
@@ -118,16 +108,12 @@ def test_where_blocks_lie_makes_no_difference(
     ],
     ids=str,
 )
-def test_many_splits_are_merged_and_empty_ones_weigh_nothing(
-    interpreter: Interpreter, rule: dict[str, Any]
-) -> None:
+def test_many_splits_are_merged_and_empty_ones_weigh_nothing(interpreter, rule):
     interpreter(check_small_splits, AttentionCase(num_heads=2, num_kv_heads=1, **rule))
 
 
 @pytest.mark.parametrize("new", spread([1, 5], [5]))
-def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
-    interpreter: Interpreter, new: int
-) -> None:
+def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(interpreter, new):
     interpreter(check_replay, AttentionCase(has_sinks=True), new, (260, new, 33))
 
 
@@ -148,15 +134,11 @@ VERIFICATIONS = (
 @pytest.mark.parametrize(
     ("most", "contents"), spread([(1, DECODES), (5, VERIFICATIONS)], [(5, VERIFICATIONS)])
 )
-def test_one_plan_is_right_whatever_lengths_the_device_holds(
-    interpreter: Interpreter, most: int, contents: Contents, rule: dict[str, Any]
-) -> None:
+def test_one_plan_is_right_whatever_lengths_the_device_holds(interpreter, most, contents, rule):
     interpreter(check_lengths_on_the_device, AttentionCase(**rule), most, contents)
 
 
-def test_one_plan_for_more_tokens_than_decodes_have_serves_single_ones_too(
-    interpreter: Interpreter,
-) -> None:
+def test_one_plan_for_more_tokens_than_decodes_have_serves_single_ones_too(interpreter):
     """Beyond 16 new tokens the host plans by their number, which only the device knows here."""
     contents = (((17, 40),), ((1, 257), (16, 16)), ((3, 70), (13, 13), (1, 1)))
     interpreter(check_lengths_on_the_device, AttentionCase(chunk=48), 17, contents)

@@ -78,9 +78,7 @@ def test_prompts_read_token_by_token_make_no_difference(name: str, specimen: Get
 
 
 @pytest.mark.parametrize("name", spread(SUPPORTED, MANNERS[2::3]))
-def test_a_pool_for_one_evicts_preempts_and_reads_again_unchanged(
-    name: str, specimen: GetSpecimen
-) -> None:
+def test_a_pool_for_one_evicts_preempts_and_reads_again_unchanged(name, specimen):
     made = specimen(name)
     longest = max(PROMPT_LENGTHS) + NUM_GENERATED
     engine = engine_on(made.loaded, 8, 16, num_blocks=2 + -(-longest // 8))

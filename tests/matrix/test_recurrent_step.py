@@ -324,9 +324,7 @@ def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) ->
         ("mamba beside attention", MambaPrefill),
     ],
 )
-def test_prompts_take_kernels_until_the_step_is_abandoned(
-    name: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_take_kernels_until_the_step_is_abandoned(name, kind, tmp_path, monkeypatch):
     loaded = load(saved(name, tmp_path), dtype="float32")
     num_rows: list[int] = []
     rule = kind._rule

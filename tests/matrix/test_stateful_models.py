@@ -83,9 +83,7 @@ def test_a_damaged_snapshot_is_a_miss(lfm2: Loaded, tmp_path: Path) -> None:
     assert status.num_damaged > 0
 
 
-def test_a_snapshot_is_found_that_was_written_with_its_lost_context(
-    lfm2: Loaded, tmp_path: Path
-) -> None:
+def test_a_snapshot_is_found_that_was_written_with_its_lost_context(lfm2, tmp_path):
     """Another process has emptied the store. What was written again was one pack, and a snapshot is
     looked up by its first block: it was never found, and never written again.
     """

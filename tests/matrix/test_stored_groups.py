@@ -166,9 +166,7 @@ def assert_floats(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", spread(FORMATS, USUAL))
-def test_compiled_code_unpacks_to_the_same_floats(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_unpacks_to_the_same_floats(name, monkeypatch):
     """The whole at once, and by tiles of a few lines."""
     for number, case in enumerate(cases(name)):
         monkeypatch.setattr(group_calls, "_LEVELS_AT_ONCE", 1 << 20 if number % 2 else 3000)

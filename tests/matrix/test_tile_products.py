@@ -42,9 +42,7 @@ def by_step(weights: BlockWeights, x: torch.Tensor, bias: torch.Tensor | None) -
 
 @needs_tiles
 @pytest.mark.parametrize(
-    "kind",
-    spread([(kind,) for kind in KINDS], [(KINDS[n],) for n in (0, 4, 12, 15, 17)]),
-    ids=str,
+    "kind", spread([(kind,) for kind in KINDS], [(KINDS[n],) for n in (0, 4, 12, 15, 17)]), ids=str
 )
 def test_many_rows_have_the_numbers_of_few(kind: Kind) -> None:
     """Else a prompt and the answer to it were two models, and a cache changed answers."""
@@ -74,9 +72,7 @@ def test_the_largest_levels_fit_two_bytes() -> None:
     assert torch.equal(by_step(weights, x, None), BlockProduct(weights)(x))
 
 
-def test_rows_of_many_small_groups_and_other_processors_take_vectors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_of_many_small_groups_and_other_processors_take_vectors(monkeypatch):
     layout = Layout(8, 32, torch.float16, has_minimums=False, is_interleaved=True)
     monkeypatch.setattr(tile_products, "has_tiles", lambda: True)
     assert tile_products.can_use_tiles(layout, 512)

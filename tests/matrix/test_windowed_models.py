@@ -75,9 +75,7 @@ def test_answers_are_transformers_own(made: Specimen, has_drafts: bool) -> None:
 
 
 @pytest.mark.parametrize("num_window_blocks", [0, 30], ids=["whole", "windows"])
-def test_a_draft_model_with_windows_guesses_as_one_without(
-    made: Specimen, num_window_blocks: int
-) -> None:
+def test_a_draft_model_with_windows_guesses_as_one_without(made, num_window_blocks):
     """The draft model is the target's copy: what it guesses is right if its KV is."""
     loaded = load_model(
         made.loaded.source, ModelConfig(dtype="float32"), MAX_CONTEXT, lambda _: None

@@ -103,9 +103,7 @@ def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list
     return said
 
 
-def test_answers_are_those_of_layers_that_keep_everything(
-    loaded: LoadedModel, expected: list[list[int]]
-) -> None:
+def test_answers_are_those_of_layers_that_keep_everything(loaded, expected):
     made = engine(loaded, 40)
 
     assert chat(made) == expected
@@ -149,15 +147,11 @@ def test_logits_are_equal_to_the_bit_where_all_is_kept(loaded: LoadedModel) -> N
 
 
 @pytest.mark.parametrize("num_window_blocks", [12, 24])
-def test_answers_stay_where_windows_have_little_room(
-    loaded: LoadedModel, expected: list[list[int]], num_window_blocks: int
-) -> None:
+def test_answers_stay_where_windows_have_little_room(loaded, expected, num_window_blocks):
     assert chat(engine(loaded, num_window_blocks)) == expected
 
 
-def test_what_was_pushed_out_to_host_memory_comes_back(
-    loaded: LoadedModel, expected: list[list[int]]
-) -> None:
+def test_what_was_pushed_out_to_host_memory_comes_back(loaded, expected):
     made = engine(loaded, 40, num_host_blocks=200)
 
     def push_out() -> Engine:
@@ -202,9 +196,7 @@ class Mistaken(ModelDrafter):
         return drafts
 
 
-def test_drafts_change_no_answer(
-    request: pytest.FixtureRequest, tmp_path: Path, loaded: LoadedModel, expected: list[list[int]]
-) -> None:
+def test_drafts_change_no_answer(request, tmp_path, loaded, expected):
     """The draft model is the target's copy, with windows and graphs of its own."""
     draft = load_fused(tmp_path, request.node.callspec.params["loaded"], "float32")
     cache, runner = cache_and_runner(draft, 4, 120, 40, capturing=(recorder := Recorder()))
@@ -239,9 +231,7 @@ def random_specs(chance: random.Random, seed: int) -> list[RequestSpec]:
     ("num_host_blocks", "seed"),
     spread([(room, seed) for room in (0, 60) for seed in range(2)], [(0, 0), (60, 1)]),
 )
-def test_requests_that_come_and_go_change_no_answer(
-    num_host_blocks: int, seed: int, loaded: LoadedModel
-) -> None:
+def test_requests_that_come_and_go_change_no_answer(num_host_blocks, seed, loaded):
     """Random arrivals and cancellations, in so few blocks that requests are preempted."""
     chance = random.Random(seed)
     coming = random_specs(chance, seed)
@@ -299,9 +289,7 @@ def write_to_slots_of_all_layers(patch: pytest.MonkeyPatch) -> None:
         write_to_slots_of_all_layers,
     ],
 )
-def test_a_fault_in_windows_shows(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_fault_in_windows_shows(plant, monkeypatch, tmp_path):
     made = load_fused(tmp_path, "mistral, window", "float32")
     expected = chat(engine(made))
     plant(monkeypatch)

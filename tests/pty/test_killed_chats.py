@@ -35,9 +35,7 @@ def test_a_message_is_saved_before_the_model_is_loaded(start_pty: StartPty, tmp_
     assert "no answer yet" not in again.text.partition("/continue")[2].partition("\n")[2]
 
 
-def test_plain_lines_show_what_was_not_sent_until_the_next_message(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
+def test_plain_lines_show_what_was_not_sent_until_the_next_message(start_pty, tmp_path):
     """Nothing can be dropped there: it was shown at the beginning of each later chat."""
     chat = start_pty()
     chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("queued 1")

@@ -20,9 +20,7 @@ StartPty = Callable[..., PtyScreen]
     ],
     ids=["spoken, ctrl-d", "plain, TERM"],
 )
-def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
-    start_pty: StartPty, flag: str, leave: Callable[[PtyScreen], object], code: int
-) -> None:
+def test_the_transcript_has_no_escape_sequence_and_no_line_twice(start_pty, flag, leave, code):
     chat = start_pty(flag)
     chat.enter("markdown").wait_for("The end.")
     chat.enter("think").wait_for("The answer is 42.")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.store import SessionStore
-from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 from support.saved_sessions import save_chat
 
@@ -58,9 +57,7 @@ def test_what_a_user_pastes_does_not_act_either(start_pty: StartPty) -> None:
     assert chat.screen.title == ""
 
 
-def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
-    checkpoint: Path, fork_server: ForkServer
-) -> None:
+def test_what_is_typed_before_the_prompt_is_there_is_not_lost(checkpoint, fork_server):
     """The terminal turns Enter into a line feed until the prompt has taken it over: read as a key
     that would be Ctrl-J, and the message would wait in the prompt as its first line."""
     command = ("support.scripted_repl", [str(checkpoint)])
@@ -69,9 +66,7 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
         chat.wait_for("❯ and half")
 
 
-def test_what_libraries_write_to_stderr_does_not_tear_the_screen(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
+def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_pty, tmp_path):
     chat = start_pty()
     chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens, ")
     chat.type("still typing").wait_for("❯ still typing")
@@ -84,9 +79,7 @@ def test_what_libraries_write_to_stderr_does_not_tear_the_screen(
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who has a lock")
-def test_a_conversation_that_another_process_has_open_says_so(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
+def test_a_conversation_that_another_process_has_open_says_so(start_pty, tmp_path):
     """It was an error only once it was picked, and the list was gone."""
     store = SessionStore(tmp_path / "sessions")
     save_chat(store, "hello", "Hello to you.")

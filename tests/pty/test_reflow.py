@@ -109,9 +109,7 @@ def _resized_while_it_answers(tmux: _Tmux) -> str:
         always=[("table", _WIDER), ("list", _WIDTHS)],
     ),
 )
-def test_no_row_of_an_open_block_is_left_in_the_scrollback(
-    checkpoint: Path, block: str, widths: tuple[int, ...]
-) -> None:
+def test_no_row_of_an_open_block_is_left_in_the_scrollback(checkpoint, block, widths):
     """Rows of a table so far were pushed into the scrollback, and came again with the whole."""
     cells = [f"cell{number}" for number in range(60)]
     assert any(_cells_of(checkpoint, block, widths) == cells for _ in range(_TRIES))

@@ -48,9 +48,7 @@ def _unused_settings() -> list[object]:
     ],
     ids=["/exit", "ctrl-c twice"],
 )
-def test_leaving_restores_the_terminal_and_says_how(
-    start_pty: StartPty, how: Callable[[PtyScreen], object], code: int
-) -> None:
+def test_leaving_restores_the_terminal_and_says_how(start_pty, how, code):
     chat = start_pty(is_saved=False)
     before = _unused_settings()
     chat.enter("hello").wait_for("tokens, ")
@@ -65,9 +63,7 @@ def test_leaving_restores_the_terminal_and_says_how(
     spread([(signal.SIGTERM, 143), (signal.SIGHUP, 129)], [(signal.SIGTERM, 143)]),
     ids=["TERM", "HUP"],
 )
-def test_a_signal_in_the_middle_of_an_answer_keeps_what_there_is(
-    start_pty: StartPty, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_in_the_middle_of_an_answer_keeps_what_there_is(start_pty, tmp_path, number, code):
     chat = start_pty()
     before = _unused_settings()
     chat.enter("slow 3000").wait_for("line-0004")
@@ -88,9 +84,7 @@ def test_an_interrupt_from_outside_is_a_ctrl_c(start_pty: StartPty) -> None:
     chat.wait_for("stopped").enter("go on").wait_for("You said 'go on' (0).")
 
 
-def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
+def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(start_pty, tmp_path):
     chat = start_pty()
     chat.enter("slow 3000").wait_for("line-0004")
     chat.hang_up()
@@ -101,9 +95,7 @@ def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(
     assert finish is FinishReason.CANCELLED
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(start_pty, tmp_path):
     loaded = tmp_path / "loaded"
     chat = start_pty("--fail", "--loading", str(loaded), is_saved=False)
     before = _unused_settings()

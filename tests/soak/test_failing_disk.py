@@ -104,9 +104,7 @@ def test_a_disk_that_stays_broken_is_spoken_of_once(host: ChatHost, disk: Failin
     assert session.close() is not None
 
 
-def test_a_turn_that_is_not_saved_is_told_even_where_its_answer_fails(
-    host: ChatHost, disk: FailingDisk
-) -> None:
+def test_a_turn_that_is_not_saved_is_told_even_where_its_answer_fails(host, disk):
     """What the user typed was not on the disk, and with no answer to save the user was not told."""
     session = host.new_session(system="S")
     disk.fault_rate = 1.0
@@ -134,9 +132,7 @@ def test_what_the_disk_refused_is_brought_to_it_as_firmly_as_it_would_have_been(
     assert len(synced) == 1
 
 
-def test_a_session_whose_torn_line_cannot_be_cut_off_is_refused_and_let_go(
-    host: ChatHost, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_whose_torn_line_cannot_be_cut_off_is_refused_and_let_go(host, disk, monkeypatch):
     """The bare OSError passed every handler of the errors a user can meet."""
     session = host.new_session()
     session.add_user_turn("Remember this.")

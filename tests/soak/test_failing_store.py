@@ -91,9 +91,7 @@ def report(counts: tuple[int, int], faults: Faults, at_least: int, totals: Count
 
 
 @short_and_long(Walk(41, has_all_codes=False), Walk(1, has_all_codes=True))
-def test_no_failing_call_of_a_tier_raises_or_gives_wrong_kv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: Walk
-) -> None:
+def test_no_failing_call_of_a_tier_raises_or_gives_wrong_kv(tmp_path, monkeypatch, totals, size):
     original, directory = tmp_path / "original", tmp_path / "kv"
     use_tier(original, range(14))
     faults = Faults()

@@ -210,9 +210,7 @@ def _faults(case: Case, code: int) -> list[str]:
 
 
 @short_and_long(6, int(os.environ.get("FUZZ_COMMAND_LINES", "3000")))
-def test_every_command_line_ends_with_a_documented_code_and_a_sentence(
-    fork_server: ForkServer, tmp_path: Path, size: int
-) -> None:
+def test_every_command_line_ends_with_a_documented_code_and_a_sentence(fork_server, tmp_path, size):
     model = str(save_checkpoint(tmp_path / "model", tiny_model("llama")))
     seed = int(os.environ.get("FUZZ_SEED", "1"))
     maker = CaseMaker(seed, model)

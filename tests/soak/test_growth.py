@@ -123,9 +123,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("dtype", "size"), RUNS)
-def test_a_long_chat_and_many_requests_take_no_more_than_the_first_of_them(
-    dtype: str, size: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_long_chat_and_many_requests_take_no_more_than_the_first_of_them(dtype, size, tmp_path):
     model = save_checkpoint(tmp_path / "model", tiny_model("llama", max_position_embeddings=2048))
     # In a process of its own, where nothing else has left anything.
     context = multiprocessing.get_context("spawn")

@@ -12,8 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.store import SessionStore
 from support.fork_server import ForkedShell
@@ -151,13 +149,7 @@ class Desk:
 
 
 @short_and_long(2, 450)
-def test_no_kill_of_what_tidies_or_heals_loses_a_word(
-    shell: ForkedShell,
-    model: Path,
-    reference: PreTrainedModel,
-    totals: Counter[str],
-    size: int,
-) -> None:
+def test_no_kill_of_what_tidies_or_heals_loses_a_word(shell, model, reference, totals, size):
     desk = Desk(replace(shell.patient, server=shell.server), model, size, totals)
     for _ in range(size):
         desk.act()

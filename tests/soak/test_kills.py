@@ -67,13 +67,7 @@ def note(totals: Counter[str], run: Run) -> None:
 
 
 @short_and_long((1, 1), (10, 30))
-def test_no_kill_loses_a_word(
-    shell: ForkedShell,
-    model: Path,
-    reference: PreTrainedModel,
-    totals: Counter[str],
-    size: tuple[int, int],
-) -> None:
+def test_no_kill_loses_a_word(shell, model, reference, totals, size):
     num_chats, num_lives = size
     for number in range(num_chats):
         home = shell.home / str(number)
@@ -86,9 +80,7 @@ def test_no_kill_loses_a_word(
 
 
 @short_and_long(2, 30)
-def test_no_kill_loses_a_word_of_a_hybrid_over_few_bits(
-    shell: ForkedShell, tmp_path: Path, totals: Counter[str], size: int
-) -> None:
+def test_no_kill_loses_a_word_of_a_hybrid_over_few_bits(shell, tmp_path, totals, size):
     """Its snapshots are written beside KV in a code."""
     kind, settings = STATEFUL["lfm2"]
     hybrid = never_stopping(tiny_model(kind, max_position_embeddings=CONTEXT, **settings))
@@ -249,13 +241,7 @@ class Load:
 
 
 @short_and_long(1, 330)
-def test_no_kill_spoils_an_answer_or_the_kv_that_is_kept(
-    shell: ForkedShell,
-    model: Path,
-    reference: PreTrainedModel,
-    totals: Counter[str],
-    size: int,
-) -> None:
+def test_no_kill_spoils_an_answer_or_the_kv_that_is_kept(shell, model, reference, totals, size):
     """Each pair of processes works on the store that the pair before it was killed over."""
     load = Load(shell.patient, model, reference, totals, seed=size)
     for _ in range(size):

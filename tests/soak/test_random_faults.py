@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord
@@ -74,9 +72,7 @@ class Life:
 
 
 @short_and_long(8, 1500)
-def test_no_random_fault_gives_wrong_kv_or_passes_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: int
-) -> None:
+def test_no_random_fault_gives_wrong_kv_or_passes_the_limit(tmp_path, monkeypatch, totals, size):
     rng = random.Random(size)
     directory, outside = tmp_path / ".cache/kvchat/kv", Outside(tmp_path)
     faults = RandomFaults(rng, totals)

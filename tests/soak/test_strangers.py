@@ -279,9 +279,7 @@ def used_by_us(store: Path) -> int:
 
 
 @short_and_long(60, 3000)
-def test_whatever_others_do_in_a_store_nothing_of_theirs_is_touched(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_whatever_others_do_in_a_store_nothing_of_theirs_is_touched(directory, monkeypatch, size):
     rng = random.Random(size)
     store = directory / "store"
     others = Others(rng, store, directory / "outside")

@@ -65,11 +65,7 @@ def write_with_assistant(directory: Path, *, is_ordered: bool) -> WithAssistant:
     torch.manual_seed(0)
     model = tiny_model(
         "gemma4_text",
-        **{
-            **_TEXT,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
+        **{**_TEXT, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
         hidden_size=64,
         num_hidden_layers=4,
         num_kv_shared_layers=2,

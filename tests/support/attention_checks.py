@@ -9,12 +9,7 @@ from dataclasses import replace
 import torch
 
 from kvchat.model.batch import window_tables
-from kvchat_kernels.paged_attention import (
-    AttentionSpan,
-    PagedSequences,
-    Scoring,
-    paged_attention,
-)
+from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, Scoring, paged_attention
 from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase, plain_attention
 from support.rounding import assert_as_exact, poisoned_memory

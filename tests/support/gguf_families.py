@@ -12,11 +12,7 @@ from support.gguf_files import ARCHITECTURE
 Settings = dict[str, Any]
 
 _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MOE_DATA: Settings = {
-    "expert_count": 4,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 32,
-}
+_MOE_DATA: Settings = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 _LATENT: Settings = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -96,11 +92,7 @@ _GRANITE: Settings = {
     "head_dim": None,
     "logits_scaling": 2.0,
 }
-_GRANITE_DATA: Settings = {
-    "expert_count": 4,
-    "expert_used_count": 2,
-    "rope.dimension_count": 16,
-}
+_GRANITE_DATA: Settings = {"expert_count": 4, "expert_used_count": 2, "rope.dimension_count": 16}
 _SHARED: Settings = {"shared_intermediate_size": 32}
 _SHARED_DATA: Settings = {"expert_shared_feed_forward_length": 32}
 _SLIDES: Settings = {"sliding_window": 8, "num_hidden_layers": 4}
@@ -435,11 +427,7 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
             "rope.dimension_count": 16,
         },
     ),
-    "olmo3": (
-        "olmo3",
-        _SLIDES,
-        {"attention.sliding_window_pattern": [True, True, True, False]},
-    ),
+    "olmo3": ("olmo3", _SLIDES, {"attention.sliding_window_pattern": [True, True, True, False]}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}),
     "seed_oss": ("seed_oss", {"attention_out_bias": False}, {}),
     "phi2": (
@@ -486,11 +474,7 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
             "rope.dimension_count": 8,
         },
     ),
-    "apertus": (
-        "apertus",
-        {},
-        {"rope.dimension_count": 16},
-    ),
+    "apertus": ("apertus", {}, {"rope.dimension_count": 16}),
     "olmo": ("olmo", {"clip_qkv": 0.5}, {"attention.clamp_kqv": 0.5}),
     "phimoe, longrope": (
         "phimoe",

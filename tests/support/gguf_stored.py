@@ -125,10 +125,7 @@ def _latent(block: str, values: torch.Tensor, config: Any) -> _Stored:
         return [(f"{block}.attn_kv_b.weight", values)]
     heads = values.view(config.num_attention_heads, -1, values.shape[1])
     keys, rest = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-    return [
-        (f"{block}.attn_k_b.weight", keys.transpose(1, 2)),
-        (f"{block}.attn_v_b.weight", rest),
-    ]
+    return [(f"{block}.attn_k_b.weight", keys.transpose(1, 2)), (f"{block}.attn_v_b.weight", rest)]
 
 
 def _falcon_qkv(block: str, values: torch.Tensor, config: Any) -> _Stored:

@@ -56,10 +56,7 @@ class Processes:
     """Starts processes one after another; `open_tier` gives each of them the tier."""
 
     def __init__(
-        self,
-        open_tier: Callable[[], Tier] | None,
-        behind: Sequence[TierOpener] = (),
-        **limits: int,
+        self, open_tier: Callable[[], Tier] | None, behind: Sequence[TierOpener] = (), **limits: int
     ) -> None:
         self._open_tier = open_tier
         self._behind = behind

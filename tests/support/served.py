@@ -19,12 +19,7 @@ from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
-from support.scripted_engine import (
-    Author,
-    Script,
-    ScriptedEngine,
-    scripted_build,
-)
+from support.scripted_engine import Author, Script, ScriptedEngine, scripted_build
 from support.tiny_host import answer_options
 
 Serve = Callable[..., App]

@@ -59,11 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "gemma": {},
-    "gemma2": {
-        "sliding_window": 8,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
-    },
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 2},
     "gemma4_text": {
         **_HALF_SLIDES,
@@ -164,11 +160,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
     },
-    "deepseek_v3": {
-        **_LATENTS,
-        "q_lora_rank": 32,
-        "routed_scaling_factor": 2.5,
-    },
+    "deepseek_v3": {**_LATENTS, "q_lora_rank": 32, "routed_scaling_factor": 2.5},
     "deepseek_v3, sets of experts": {**_LATENTS, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},
     "deepseek_v3, halves turn": {**_LATENTS, "q_lora_rank": None, "rope_interleave": False},
     "deepseek_v2": {

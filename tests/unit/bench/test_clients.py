@@ -63,9 +63,7 @@ def test_a_refused_request_is_no_figure() -> None:
         asyncio.run(load_of_server(fake.url, prompts(1, 1)))
 
 
-def test_a_server_that_does_not_start_is_told(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_start_is_told(checkpoint, monkeypatch):
     command = (sys.executable, "-c", "raise SystemExit('no such thing')")
     monkeypatch.setattr(clients, "COMMAND", command)
     setup = BenchSetup(find_model(checkpoint), ModelConfig(checkpoint), SMALL, 1, True)

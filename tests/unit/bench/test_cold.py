@@ -159,9 +159,7 @@ class ForkedProcesses:
 
 
 @pytest.mark.matrix  # their parts have tests of their own
-def test_real_processes_bring_a_conversation_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
-) -> None:
+def test_real_processes_bring_a_conversation_back(tmp_path, monkeypatch, fork_server):
     monkeypatch.setattr(processes, "subprocess", ForkedProcesses(fork_server))
     model = never_stopping(tiny_model("llama", max_position_embeddings=4096))
     checkpoint = str(save_checkpoint(tmp_path, model))

@@ -251,9 +251,7 @@ class PlainFlashInfer:
         )
 
 
-def test_without_a_gpu_the_scenario_says_so_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_the_scenario_says_so_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     setup = BenchSetup(find_model("demo"), ModelConfig("demo"), CacheConfig(), 1, True, None)
 

@@ -126,12 +126,9 @@ def test_an_interrupted_one_leaves_no_process_and_no_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGHUP, ExitCode.HANGUP)],
+    ("number", "code"), [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGHUP, ExitCode.HANGUP)]
 )
-def test_a_signal_leaves_no_random_weights(
-    number: signal.Signals, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_leaves_no_random_weights(number, code, tmp_path, monkeypatch):
     """Each `timeout 300 kvchat bench` left a checkpoint of 0.8 GB in /tmp."""
     weights: list[Path] = []
 
@@ -142,8 +139,7 @@ def test_a_signal_leaves_no_random_weights(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scenarios, "scenario", lambda name: interrupted)
     request = BenchRequest(
-        *(("memory",), None, "tiny", "float32", "auto", "cpu", None, 16, 1),
-        *(1, True, None, None),
+        *(("memory",), None, "tiny", "float32", "auto", "cpu", None, 16, 1), *(1, True, None, None)
     )
     with pytest.raises(Interrupted) as caught:
         run_bench(request)

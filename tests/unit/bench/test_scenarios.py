@@ -30,7 +30,7 @@ from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.eagle_heads import write_eagle
-from support.fork_server import ForkedShell, ForkServer
+from support.fork_server import ForkedShell
 from support.gguf_files import write_gguf
 from support.matrix import spread
 from support.next_heads import write_with_head
@@ -93,9 +93,7 @@ def test_a_scenario_reports_figures(name: str, report_of: Reports) -> None:
     assert_readable(result)
 
 
-def test_in_float32_no_answer_depends_on_where_its_context_came_from(
-    report_of: Reports,
-) -> None:
+def test_in_float32_no_answer_depends_on_where_its_context_came_from(report_of):
     result = report_of("equality")
 
     assert [figure.name.partition(":")[0] for figure in result.figures] == [
@@ -123,9 +121,7 @@ def test_a_chat_reads_what_is_new_and_no_more(report_of: Reports) -> None:
     assert read.value <= read.beside + 20
 
 
-def test_recorded_conversations_are_replayed(
-    checkpoint: Path, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_recorded_conversations_are_replayed(checkpoint, tmp_path, fork_server):
     ForkedShell(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--input-format", "lines", "--max-tokens", "20",
         "--sessions-dir", str(tmp_path / "sessions"), stdin=b"one\ntwo\nthree\n",
@@ -140,9 +136,7 @@ def test_recorded_conversations_are_replayed(
 
 
 @pytest.mark.matrix(4)  # a file's weights are measured always, by the same code
-def test_fewer_bits_are_measured_on_recorded_conversations(
-    checkpoint: Path, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_fewer_bits_are_measured_on_recorded_conversations(checkpoint, tmp_path, fork_server):
     ForkedShell(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--max-tokens", "20", "--sessions-dir",
         str(tmp_path / "sessions"), "-p", "one two three",
@@ -162,9 +156,7 @@ def test_fewer_bits_are_measured_on_recorded_conversations(
     assert_readable(result)
 
 
-def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(checkpoint, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         path = write_gguf(tmp_path / "m-Q8_0.gguf", model, "Q8_0")
@@ -177,9 +169,7 @@ def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", spread(["decode", "prefill"], ["prefill"]))
-def test_a_gguf_file_is_measured_as_the_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_is_measured_as_the_model(name, tmp_path, monkeypatch):
     """transformers, the peer, once looked for a checkpoint in the file's directory, and llama.cpp
     was not run: the same model was to be given as GGUF.
     """
@@ -355,9 +345,7 @@ RADIX = BenchRequest(
 )
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
     """An hour's figures were lost to the reader of the document, for a mistyped directory."""
     (tmp_path / "file").touch()
     request = replace(RADIX, record=tmp_path / "file")
@@ -368,9 +356,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
     assert not capsys.readouterr().out
 
 
-def test_a_report_has_what_was_measured_before_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_has_what_was_measured_before_an_interruption(tmp_path, monkeypatch):
     """A limit of time ended the third scenario, and the figures of two were lost."""
 
     def interrupted(setup: BenchSetup) -> Result:
@@ -450,9 +436,7 @@ def test_a_peer_that_does_not_run_is_said(tmp_path: Path) -> None:
         peers.LlamaBench(tmp_path / "missing", Path("model.gguf"), 2).prefill_s([1, 2])
 
 
-def test_a_peers_perplexity_is_of_every_token_but_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_peers_perplexity_is_of_every_token_but_the_first(monkeypatch):
     class Llama:
         def __init__(self, path: str, n_ctx: int, **how: object) -> None:
             assert how["logits_all"]
@@ -478,9 +462,7 @@ def test_a_peers_perplexity_is_of_every_token_but_the_first(
     assert value == pytest.approx(20 / 16)
 
 
-def test_the_command_keeps_a_report_where_it_is_told_to(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_the_command_keeps_a_report_where_it_is_told_to(tmp_path, fork_server):
     home = tmp_path / "home"
     home.mkdir()
 
@@ -495,9 +477,7 @@ def test_the_command_keeps_a_report_where_it_is_told_to(
     assert data.name in done.stderr.decode()
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(tmp_path, fork_server):
     """Sixteen gigabytes of random weights were written first."""
     done = ForkedShell(tmp_path, server=fork_server).run(
         *("bench", "kernels", "--shape", "8b", "--device", "cuda"),
@@ -521,9 +501,7 @@ def test_an_unknown_scenario_is_refused_with_the_names_there_are() -> None:
         scenario("speed")
 
 
-def test_the_first_prompt_of_a_process_is_beside_later_ones(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_prompt_of_a_process_is_beside_later_ones(checkpoint, monkeypatch):
     """Here all are in this process; `test_progress` has functions in processes of their own."""
     monkeypatch.setattr(startup, "in_a_process", lambda run, *given: run(*given))
 

@@ -167,9 +167,7 @@ QWEN = ModelSize(
     [(SMOL, (928, 919), (260, 195)), (GEMMA, (1099, 977), (84, 76)), (QWEN, (372, 327), (51, 45))],
     ids=lambda x: x.name if isinstance(x, ModelSize) else "",
 )
-def test_predictions_are_within_a_quarter_of_what_was_measured(
-    size: ModelSize, prompts: tuple[float, float], answers: tuple[float, float]
-) -> None:
+def test_predictions_are_within_a_quarter_of_what_was_measured(size, prompts, answers):
     for context, prompt, answer in zip((128, 1024), prompts, answers, strict=True):
         read = context / SPEED.first_token_s(size, context)
         assert read == pytest.approx(prompt, rel=0.25)
@@ -187,9 +185,7 @@ class OneMemory(Memory):
         self.facts[kind, key] = fact
 
 
-def test_a_machine_is_measured_once_and_not_remembered_while_it_is_busy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_is_measured_once_and_not_remembered_while_it_is_busy(monkeypatch):
     measured: list[float] = []
 
     def measure(device: torch.device) -> MachineSpeed:
@@ -217,9 +213,7 @@ def test_models_that_run_well_come_first_the_largest_of_them_first() -> None:
     assert all(fit.tokens_per_s >= 10 for fit in fits[: len(well)])
 
 
-def test_fit_says_what_a_model_needs_and_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fit_says_what_a_model_needs_and_how_to_get_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(probe, "_measured", lambda device: SPEED)
 
@@ -235,9 +229,7 @@ def test_fit_says_what_a_model_needs_and_how_to_get_it(
         run_fit(("nothing",), as_json=False)
 
 
-def test_a_plan_says_what_fits_and_what_a_resume_costs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plan_says_what_fits_and_what_a_resume_costs(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(probe, "_measured", lambda device: SPEED)
     request = PlanRequest("Llama-2-7B-Chat", 24 * GIB, 0, 20, 2048, bits=16, runs=True)

@@ -308,9 +308,7 @@ def test_kvchats_own_form_and_mooncakes_are_read(tmp_path: Path) -> None:
         ('{"hash_ids": [1]}\n', "Line 1 of .* is no request: 'input_length'."),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_by_its_line(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+def test_a_file_that_is_no_trace_is_refused_by_its_line(tmp_path, text, sentence):
     path = tmp_path / "t.jsonl"
     path.write_text(text)
 
@@ -318,9 +316,7 @@ def test_a_file_that_is_no_trace_is_refused_by_its_line(
         list(read_trace(path)[1])
 
 
-def test_the_command_prints_a_row_for_each_rule_and_size(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prints_a_row_for_each_rule_and_size(capsys):
     run = TraceRun("mixed", ("memory:64M", "disk:1G,4G:1G:2ms:0.5"), SPEED, num_requests=300)
 
     run_trace(run)

@@ -32,9 +32,7 @@ def contents(pool: KvPool, block: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("blocks", [[3], [2, 3, 4, 5], [7, 1, 11, 2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layers", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_a_round_trip_through_images_changes_no_bit(
-    layers: tuple[LayerGeometry, ...], dtype: torch.dtype, blocks: list[int]
-) -> None:
+def test_a_round_trip_through_images_changes_no_bit(layers, dtype, blocks):
     source, target = (
         filled_pool(layers, dtype),
         KvPool(KvGeometry(layers, dtype, 4), 12, torch.device("cpu")),
@@ -108,9 +106,7 @@ def both(off: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("looked_at", [1, 1 << 20], ids=["block by block", "all at once"])
-def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(
-    name: str, looked_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(name, looked_at, monkeypatch):
     """Asking tensor by tensor held a GPU up for seconds, where a long prompt had failed."""
     monkeypatch.setattr("kvchat.cache.kv_pool._LOOKED_AT_BYTES", looked_at)
     pool = KvPool(KvGeometry(GEOMETRIES[name], torch.bfloat16, 4), 12, torch.device("cpu"))
@@ -125,9 +121,7 @@ def test_leading_blocks_that_hold_numbers_are_counted_as_one_by_one(
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_the_warm_up_runs_every_kind_of_copy_and_changes_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warm_up_runs_every_kind_of_copy_and_changes_nothing(name, monkeypatch):
     """On a GPU a copy was first compiled while a promotion waited for it, and given up for that."""
     pool = filled_pool(GEOMETRIES[name], torch.float16)
     before = [contents(pool, block) for block in range(pool.num_blocks)]

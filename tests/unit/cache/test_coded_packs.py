@@ -104,9 +104,7 @@ def test_a_code_that_says_to_be_longer_is_read_no_further() -> None:
     assert image == bytes(2000)
 
 
-def test_what_was_not_used_for_an_hour_is_coded_and_found_as_before(
-    tier: DiskTier, tmp_path: Path, clock: Clock
-) -> None:
+def test_what_was_not_used_for_an_hour_is_coded_and_found_as_before(tier, tmp_path, clock):
     save(tier, CHAT)
     clock.now_s += COLD_S + 1
     save(tier, OTHER)
@@ -125,9 +123,7 @@ def test_what_was_not_used_for_an_hour_is_coded_and_found_as_before(
     again.close()
 
 
-def test_a_pack_that_is_coded_meanwhile_is_read_by_who_found_it_before(
-    tier: DiskTier, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_pack_that_is_coded_meanwhile_is_read_by_who_found_it_before(tier, tmp_path, clock):
     save(tier, CHAT)
     clock.now_s += COLD_S + 1
     other = new_tier(tmp_path, clock)
@@ -191,9 +187,7 @@ def test_a_store_that_is_nearly_full_codes_on_a_fast_disk_too(tmp_path: Path, cl
     tier.close()
 
 
-def test_the_store_says_what_it_takes_and_would_take(
-    tier: DiskTier, tmp_path: Path, clock: Clock
-) -> None:
+def test_the_store_says_what_it_takes_and_would_take(tier, tmp_path, clock):
     save(tier, CHAT)
     assert StoreAdmin(tmp_path).status().saved_bytes == 0
     [plain] = [file.stat().st_size for file in plain_files(tmp_path)]

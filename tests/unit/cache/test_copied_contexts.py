@@ -83,9 +83,7 @@ def test_a_conversation_comes_home(machines: tuple[Machine, Machine]) -> None:
     assert other.copier.pull("a conversation", IDS, "a model", go_on).num_bytes == 0
 
 
-def test_a_pin_is_found_by_its_name_where_nobody_knows_its_ids(
-    machines: tuple[Machine, Machine],
-) -> None:
+def test_a_pin_is_found_by_its_name_where_nobody_knows_its_ids(machines):
     one, other = machines
     one.write(IDS, label="manual")
 
@@ -150,9 +148,7 @@ def test_deleting_a_conversation_reaches_the_store(machines: tuple[Machine, Mach
         other.copier.pull("a conversation", None, "", go_on)
 
 
-def test_a_deletion_without_the_key_deletes_here_and_says_so(
-    machines: tuple[Machine, Machine],
-) -> None:
+def test_a_deletion_without_the_key_deletes_here_and_says_so(machines):
     one, _ = machines
     one.write(IDS)
 
@@ -166,9 +162,7 @@ def test_a_deletion_without_the_key_deletes_here_and_says_so(
     assert one.num_on_disk(IDS) == 0
 
 
-def test_a_deletion_that_does_not_reach_the_store_says_so(
-    machines: tuple[Machine, Machine],
-) -> None:
+def test_a_deletion_that_does_not_reach_the_store_says_so(machines):
     one, _ = machines
     one.write(IDS)
     one.copier.push("a conversation", IDS, go_on)

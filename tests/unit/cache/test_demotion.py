@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kvchat.cache import demotion
-from kvchat.cache.kv_pool import LayerGeometry
 from support.cached_contexts import compute, images_of
 from support.chains import new_chain
 from support.clock import Clock
@@ -27,9 +26,7 @@ def demoted(num_blocks: int = 10) -> Machine:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layers", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_what_was_demoted_is_promoted_bit_for_bit(
-    layers: tuple[LayerGeometry, ...], dtype: torch.dtype
-) -> None:
+def test_what_was_demoted_is_promoted_bit_for_bit(layers, dtype):
     machine = Machine(layers=layers, dtype=dtype)
     compute(machine.manager, STORY)
     before = images_of(machine.manager, STORY, 0, 10)
@@ -227,9 +224,7 @@ def test_copies_that_fail_cost_only_what_they_carried(monkeypatch: pytest.Monkey
     machine.check()
 
 
-def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_once(monkeypatch):
     machine = Machine(num_blocks=40, num_slots=100)
     image_bytes = machine.manager.kv_pool.geometry.block_bytes
     monkeypatch.setattr(demotion, "_MAX_STAGED_BYTES", 4 * image_bytes)

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.device_copies import (
-    PACK_BYTES,
-    CopyStream,
-    HostCopies,
-    ImageCopies,
-    PinnedRing,
-)
+from kvchat.cache.device_copies import PACK_BYTES, CopyStream, HostCopies, ImageCopies, PinnedRing
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from support.cached_contexts import CPU, compute, images_of
 from support.chains import new_chain
@@ -188,9 +182,7 @@ def test_large_blocks_pin_no_more_memory_than_small_ones(image_bytes: int) -> No
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 40])
-def test_blocks_go_through_the_rings_bit_for_bit_however_many(
-    num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_go_through_the_rings_bit_for_bit_however_many(num_blocks, monkeypatch):
     """The blocks are overwritten at once: what leaves is what was there when it was exported."""
     monkeypatch.setattr("kvchat.cache.device_copies.PACK_BYTES", 8 * GEOMETRY.block_bytes)
     plain = KvPool(GEOMETRY, 2 * num_blocks + 1, CPU)
@@ -214,9 +206,7 @@ def test_blocks_go_through_the_rings_bit_for_bit_however_many(
     assert bytes(plain.gather(blocks)) == expected
 
 
-def test_contexts_are_written_behind_and_the_thread_that_computes_never_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_contexts_are_written_behind_and_the_thread_that_computes_never_waits(monkeypatch):
     """`export` once copied to plain memory: the host waited for all computation queued so far."""
     monkeypatch.setattr("kvchat.cache.device_copies.PACK_BYTES", 2 * GEOMETRY.block_bytes)
     monkeypatch.setattr("kvchat.cache.write_behind.PACK_BYTES", 2 * GEOMETRY.block_bytes)

@@ -7,7 +7,6 @@ import random
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,9 +97,7 @@ def a_directory(path: Path) -> None:
     ],
     ids=["missing", "flipped", "huge", "link", "pipe", "directory", "empty", "cut", "begun else"],
 )
-def test_a_spoiled_payload_is_refused_once_and_can_be_written_again(
-    tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
+def test_a_spoiled_payload_is_refused_once_and_can_be_written_again(tmp_path, spoil):
     tier = open_tier(tmp_path)
     save(tier, IDS)
     [payload] = payload_files(tmp_path)
@@ -127,9 +124,7 @@ def test_verify_reads_everything_and_drops_what_is_damaged(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(2000, marks=pytest.mark.soak)])
-def test_flipped_bits_anywhere_in_a_store_are_noticed_or_harmless(
-    tmp_path: Path, rounds: int
-) -> None:
+def test_flipped_bits_anywhere_in_a_store_are_noticed_or_harmless(tmp_path, rounds):
     original, copy = tmp_path / "original", tmp_path / "copy"
     filled(original)
     rng = random.Random(13)
@@ -269,9 +264,7 @@ def test_a_directory_deleted_while_running_is_made_again(tmp_path: Path) -> None
     assert restored(tier, [7, 7, 7, 7]) == 2
 
 
-def test_a_directory_that_another_process_deleted_and_made_again_is_noticed(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_that_another_process_deleted_and_made_again_is_noticed(tmp_path):
     """Else rows go into a file without a name, and the payloads are counted nowhere."""
     tier = open_tier(tmp_path / "kv")
     save(tier, IDS)
@@ -335,9 +328,7 @@ def _write_at_random(directory: Path, seed: int, until_s: float) -> None:
 
 
 @short_and_long((3, 3), (10, 60))
-def test_processes_that_share_a_store_keep_the_limit_and_read_only_their_own(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_processes_that_share_a_store_keep_the_limit_and_read_only_their_own(tmp_path, size):
     """While all save, restore and collect, one or another empties the whole store.
 
     That left damage: a table begun anew took for its own the log that the old one had left.

@@ -16,15 +16,7 @@ from kvchat.cache.disk.model_dirs import Sizes, tree_bytes
 from kvchat.cache.disk.table import PackTable
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.tier import BlockRun, DamagedRecord, GoneRecord
-from support.pack_chains import (
-    LAYOUT,
-    find,
-    num_found,
-    open_tier,
-    payload_files,
-    restored,
-    save,
-)
+from support.pack_chains import LAYOUT, find, num_found, open_tier, payload_files, restored, save
 
 IDS = [1, 2, 3, 4, 5, 6]
 LIMIT = 5 << 20
@@ -39,9 +31,7 @@ def payload_only(directory: Path, ids: list[int]) -> None:
     tier.close()
 
 
-def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_up(
-    tmp_path: Path,
-) -> None:
+def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_up(tmp_path):
     """Eviction looks at heads: payloads without one filled the store for good."""
     for number in range(20):
         payload_only(tmp_path, [number, *IDS, 7])
@@ -53,9 +43,7 @@ def test_payloads_of_processes_that_were_killed_between_two_writes_do_not_pile_u
     assert restored(tier, IDS) == 3
 
 
-def test_a_row_that_cannot_be_written_leaves_no_payload_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_written_leaves_no_payload_behind(tmp_path, monkeypatch):
     tier = open_tier(tmp_path)
     with contextmanager(failing)(monkeypatch, tier, "INSERT", False):
         for number in range(5):
@@ -83,9 +71,7 @@ def read_while(
         tier.read(found)
 
 
-def test_a_pack_exchanged_while_it_is_read_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_exchanged_while_it_is_read_is_left_alone(tmp_path, monkeypatch):
     """A head and another pack's payload looked like damage, and the good new pack was deleted."""
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, IDS)
@@ -101,9 +87,7 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     assert restored(other, [1, 2, 9, 9, 9, 9]) == 3
 
 
-def test_a_store_emptied_while_it_is_read_holds_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_emptied_while_it_is_read_holds_no_damage(tmp_path, monkeypatch):
     """The old table, deleted and still open, had the head of a payload that was gone."""
     tier = open_tier(tmp_path)
     save(tier, IDS)
@@ -135,9 +119,7 @@ def test_a_full_disk_can_be_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert tier.status().trouble == ""
 
 
-def test_another_model_dir_is_measured_once_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_dir_is_measured_once_until_it_changes(tmp_path, monkeypatch):
     """Every write of a pack once walked all files of all other models."""
     writer = open_tier(tmp_path)
     save(writer, IDS)
@@ -223,9 +205,7 @@ def test_a_pack_that_can_never_fit_costs_no_other_its_place(tmp_path: Path) -> N
     assert restored(tier, IDS) == 3
 
 
-def test_a_pack_whose_file_is_gone_can_be_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_whose_file_is_gone_can_be_written_again(tmp_path, monkeypatch):
     """The row alone kept the pack from being written once more."""
     monkeypatch.setattr(table, "MIN_FILE_BYTES", 64)
     tier = open_tier(tmp_path)

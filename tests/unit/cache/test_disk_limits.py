@@ -59,9 +59,7 @@ def test_a_branch_inside_a_pack_shares_what_it_has_in_common(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("theirs", [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 9, 9]], ids=str)
-def test_a_shorter_pack_that_another_process_wrote_meanwhile_is_continued(
-    tmp_path: Path, theirs: list[int]
-) -> None:
+def test_a_shorter_pack_that_another_process_wrote_meanwhile_is_continued(tmp_path, theirs):
     """It counted as all that was to be written, and the rest was never kept."""
     tier, ids = open_tier(tmp_path), [1, 2, 3, 4, 5, 6, 7, 8]
     keys = keys_of(tier, ids)
@@ -78,9 +76,7 @@ def test_a_shorter_pack_that_another_process_wrote_meanwhile_is_continued(
 @pytest.mark.parametrize(
     "other", [OTHER, replace(LAYOUT, block_size=4), replace(LAYOUT, block_bytes=20_000)]
 )
-def test_another_model_or_geometry_in_the_same_directory_finds_nothing(
-    tmp_path: Path, other: Layout
-) -> None:
+def test_another_model_or_geometry_in_the_same_directory_finds_nothing(tmp_path, other):
     save(open_tier(tmp_path), [1, 2, 3, 4])
 
     assert find(open_tier(tmp_path, layout=other), [1, 2, 3, 4], other) == []
@@ -108,9 +104,7 @@ def test_files_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
-def test_a_file_of_somebody_elses_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_somebody_elses_is_not_read(tmp_path, monkeypatch):
     """Tables and directories of others were refused, and their packs were read."""
     files = PayloadFiles(tmp_path)
     name = files.write(memoryview(b"KV"))
@@ -131,9 +125,7 @@ def test_only_files_with_names_of_ours_are_read_or_removed(tmp_path: Path, name:
     assert (tmp_path / "cache.db").read_bytes() == b"the table"
 
 
-def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(
-    tmp_path: Path,
-) -> None:
+def test_a_read_pack_that_was_exchanged_meanwhile_is_never_another_contexts(tmp_path):
     """Both begin with the same block, so both have the same name; they go on differently."""
     reader, other = open_tier(tmp_path), open_tier(tmp_path)
     save(reader, [1, 2, 3, 4, 5, 6])
@@ -214,9 +206,7 @@ def test_what_another_model_left_goes_before_what_this_one_just_wrote(tmp_path: 
         assert used_bytes(tmp_path) <= limit
 
 
-def test_a_full_store_lists_the_other_models_once_for_all_packs_that_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_store_lists_the_other_models_once_for_all_packs_that_go(tmp_path, monkeypatch):
     """All model directories were listed for each pack that went, while the store was locked."""
     tier = open_tier(tmp_path)
     for start in range(0, 400, 2):

@@ -114,9 +114,7 @@ def plain_file(state: Path) -> None:
     [link, directory_of_others, table_of_others, foreign_table_in_our_directory, plain_file],
     ids=lambda prepare: prepare.__name__,
 )
-def test_what_others_put_there_is_left_alone(
-    prepare: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_others_put_there_is_left_alone(prepare, tmp_path):
     prepare(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -217,14 +215,7 @@ class Bomb:
         (1, 2, "../text", None),
     ],
 )
-def test_only_rows_of_json_are_read(
-    raw: int,
-    mode: int,
-    filename: str | None,
-    value: object,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_rows_of_json_are_read(raw, mode, filename, value, tmp_path, monkeypatch):
     """diskcache loads pickles, and deletes the files that rows name."""
     (tmp_path / "text").write_text('"read from a file"')
     DiskMemory(tmp_path).set("kind", "key", 1)
@@ -279,9 +270,7 @@ def held(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-def test_a_memory_that_another_process_holds_is_empty(
-    held: sqlite3.Connection, tmp_path: Path
-) -> None:
+def test_a_memory_that_another_process_holds_is_empty(held, tmp_path):
     """diskcache waits a minute for a process that was stopped while it wrote."""
     memory = DiskMemory(tmp_path, patience_s=0.05)
     assert_empty(memory)
@@ -310,9 +299,7 @@ class FullDisk(sqlite3.Connection):
 
 
 @pytest.mark.parametrize("is_used_before", [False, True])
-def test_a_full_disk_is_no_reason_to_fail(
-    is_used_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_reason_to_fail(is_used_before, tmp_path, monkeypatch):
     memory, connect = DiskMemory(tmp_path), sqlite3.connect
     if is_used_before:
         memory.set("kind", "key", 1)
@@ -341,9 +328,7 @@ def test_a_directory_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path)
     assert_empty(DiskMemory(Path("/proc/nowhere")))
 
 
-def test_a_variable_in_the_name_of_the_directory_leads_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_in_the_name_of_the_directory_leads_nowhere_else(tmp_path, monkeypatch):
     """diskcache expands variables in the name of a directory."""
     monkeypatch.setenv("ELSEWHERE", "elsewhere")
 

@@ -73,9 +73,7 @@ _PAIR = {"a": ("", "ab", 1), "c": ("b", "cd", 2), "e": ("d", "e", 9)}
         ({"a": ("b", "a", 1), "b": ("a", "b", 1), "c": ("", "c", 2)}, "", "", "c"),
     ],
 )
-def test_leaves_go_oldest_first_and_then_what_they_continued(
-    packs: dict[str, tuple[str, str, float]], newcomer: str, pinned: str, order: str
-) -> None:
+def test_leaves_go_oldest_first_and_then_what_they_continued(packs, newcomer, pinned, order):
     known = {name.encode(): encode_ids(*pack) for name, pack in packs.items()}
     kept = {pinned.encode()} if pinned else set()
 

@@ -57,9 +57,7 @@ def test_a_far_store_is_asked_only_where_that_costs_two_percent(proxy: FarProxy)
     chat.end()
 
 
-def test_a_pack_that_takes_longer_than_the_first_byte_goes_over_a_slow_line(
-    proxy: FarProxy,
-) -> None:
+def test_a_pack_that_takes_longer_than_the_first_byte_goes_over_a_slow_line(proxy):
     """It failed where 4 MiB did not leave and arrive within the 50 ms of a first byte."""
     proxy.bytes_per_s, payload = 4e6, bytes(range(256)) * 4096
     store = store_at(proxy, first_s=0.1)

@@ -97,9 +97,7 @@ def test_a_model_dir_with_files_of_others_in_it_stays_ours(tree: CanaryTree) -> 
 
 
 @pytest.mark.parametrize("content", ["table", "nothing else", "a link"])
-def test_a_directory_in_the_place_of_ours_is_refused_and_left_alone(
-    tree: CanaryTree, content: str
-) -> None:
+def test_a_directory_in_the_place_of_ours_is_refused_and_left_alone(tree, content):
     own = tree.store / OWN
     if content == "a link":
         own.symlink_to(tree.outside)
@@ -173,9 +171,7 @@ def test_a_directory_swapped_for_a_link_while_it_is_deleted_does_not_lead_out(
 
 
 @pytest.mark.parametrize("deed", ["save", "gc", "forget", "evict", "verify", "pin", "close"])
-def test_a_model_dir_swapped_for_a_link_under_a_tier_does_not_lead_out(
-    tree: CanaryTree, deed: str
-) -> None:
+def test_a_model_dir_swapped_for_a_link_under_a_tier_does_not_lead_out(tree, deed):
     tier = open_tier(tree.store, LIMIT)
     for number in range(20):
         assert save(tier, [number, *IDS, 7])
@@ -246,9 +242,7 @@ def unreadable(path: Path, outside: Path) -> None:
 
 @pytest.mark.parametrize("name", [DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"])
 @pytest.mark.parametrize("spoil", [a_directory, a_pipe, a_link, another_name, unreadable])
-def test_what_stands_in_the_place_of_a_table_makes_way_for_one(
-    tree: CanaryTree, spoil: Callable[[Path, Path], None], name: str
-) -> None:
+def test_what_stands_in_the_place_of_a_table_makes_way_for_one(tree, spoil, name):
     """A directory called `cache.db` switched the disk cache off for good."""
     tier = open_tier(tree.store)
     assert save(tier, IDS)
@@ -274,9 +268,7 @@ def test_what_stands_in_the_place_of_a_table_makes_way_for_one(
     assert bool(theses) == (spoil is a_directory)
 
 
-def test_a_directory_whose_name_has_a_variable_in_it_is_meant_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_whose_name_has_a_variable_in_it_is_meant_as_it_is(tmp_path, monkeypatch):
     """A library put in the variable's value: the table came to lie in another directory."""
     monkeypatch.setenv("ELSEWHERE", "elsewhere")
     tier = open_tier(tmp_path / "$ELSEWHERE")
@@ -287,9 +279,7 @@ def test_a_directory_whose_name_has_a_variable_in_it_is_meant_as_it_is(
     assert list((tmp_path / "$ELSEWHERE").glob("*/cache.db"))
 
 
-def test_a_relative_directory_that_begins_with_a_tilde_is_meant_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_directory_that_begins_with_a_tilde_is_meant_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tier = DiskTier(Path("~root"), LAYOUT, 1 << 30, min_free_bytes=0)
     assert save(tier, IDS)

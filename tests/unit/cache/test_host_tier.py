@@ -215,9 +215,7 @@ def test_memory_is_taken_up_to_the_limit_and_no_further(block_bytes: int, limit:
         assert len(slots) * block_bytes >= limit * 3 // 8
 
 
-def test_where_the_system_has_no_more_memory_the_tier_is_smaller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_system_has_no_more_memory_the_tier_is_smaller(monkeypatch):
     tier = new_tier(64)
     write(tier, STORY[:4])
 

@@ -84,9 +84,7 @@ def test_a_file_of_others_is_none(files: WeightFiles, tmp_path: Path) -> None:
     assert files.find(KEYS[2], HEADER, SIZE) is None
 
 
-def test_links_are_not_followed_when_a_file_is_made_or_deleted(
-    files: WeightFiles, tmp_path: Path
-) -> None:
+def test_links_are_not_followed_when_a_file_is_made_or_deleted(files, tmp_path):
     files.directory.mkdir()
     target = tmp_path / "target"
     target.write_text("mine")
@@ -141,9 +139,7 @@ def test_what_is_larger_than_the_limit_deletes_nothing(files: WeightFiles) -> No
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "ftruncate"])
-def test_a_full_disk_leaves_no_file(
-    files: WeightFiles, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_file(files, call, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -153,9 +149,7 @@ def test_a_full_disk_leaves_no_file(
     assert stored(files.directory) == []
 
 
-def test_a_system_without_posix_fallocate_keeps_files_too(
-    files: WeightFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_posix_fallocate_keeps_files_too(files, monkeypatch):
     """macOS has none."""
     monkeypatch.delattr(os, "posix_fallocate")
 
@@ -170,9 +164,7 @@ def test_a_nearly_full_disk_takes_none(files: WeightFiles, monkeypatch: pytest.M
     assert files.begin(KEYS[0], SIZE) is None
 
 
-def test_a_file_is_made_by_one_process_and_taken_over_from_one_that_ended(
-    files: WeightFiles,
-) -> None:
+def test_a_file_is_made_by_one_process_and_taken_over_from_one_that_ended(files):
     program = f"""
 import os, sys
 from pathlib import Path
@@ -201,9 +193,7 @@ os._exit(0)
     assert memory[:] == HEADER.ljust(SIZE, b"\0")
 
 
-def test_a_file_that_gets_its_name_meanwhile_stays(
-    files: WeightFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_gets_its_name_meanwhile_stays(files, monkeypatch):
     """The lock of a complete file is free; it was once emptied under those who had it mapped."""
     new = begun(files, KEYS[0])
     is_locked, is_deleted = weight_files._is_locked_for_us, weight_files._is_deleted
@@ -274,9 +264,7 @@ def test_a_file_that_cannot_get_its_name_is_deleted(files: WeightFiles) -> None:
 
 
 @pytest.mark.parametrize("size", [None, Size(share=0.5)])
-def test_a_share_of_the_disk_does_not_shrink_by_what_is_kept(
-    size: Size | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_of_the_disk_does_not_shrink_by_what_is_kept(size, tmp_path, monkeypatch):
     """`kvchat cache gc` then deleted the file that had just fitted."""
     files = WeightFiles(weight_directory(tmp_path), 3 * SIZE)
     free = total = 100 << 30

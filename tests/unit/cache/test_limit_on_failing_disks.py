@@ -49,9 +49,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> StuckFiles:
     return StuckFiles(monkeypatch)
 
 
-def test_the_limit_counts_files_that_could_not_be_deleted(
-    tmp_path: Path, stuck: StuckFiles
-) -> None:
+def test_the_limit_counts_files_that_could_not_be_deleted(tmp_path, stuck):
     """They were no longer in the table, so that others were written in what was their place."""
     tier = open_tier(tmp_path, LIMIT)
     stuck.endings = (".kv",)
@@ -66,9 +64,7 @@ def test_the_limit_counts_files_that_could_not_be_deleted(
     assert restored(tier, IDS) == 3
 
 
-def test_a_pack_is_not_written_where_what_was_forgotten_for_it_stays(
-    tmp_path: Path, stuck: StuckFiles
-) -> None:
+def test_a_pack_is_not_written_where_what_was_forgotten_for_it_stays(tmp_path, stuck):
     """What had failed was noticed by the next write, and this one had already been done."""
     tier = full(tmp_path)
     stuck.endings = (".kv",)
@@ -82,9 +78,7 @@ def test_a_pack_is_not_written_where_what_was_forgotten_for_it_stays(
     assert restored(tier, large(6)) == 20
 
 
-def test_a_table_that_is_opened_again_counts_what_could_not_be_deleted(
-    tmp_path: Path, stuck: StuckFiles
-) -> None:
+def test_a_table_that_is_opened_again_counts_what_could_not_be_deleted(tmp_path, stuck):
     """Another thread opens the table again, and that had forgotten that files were left."""
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
         tier = one.submit(full, tmp_path).result()
@@ -124,9 +118,7 @@ def test_a_process_that_could_not_delete_tells_the_next(tmp_path: Path, stuck: S
 
 
 @pytest.mark.parametrize("ending", [".kv", f"{OTHER.identity.hex()}.kvchat"])
-def test_what_cannot_be_looked_at_is_not_taken_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_what_cannot_be_looked_at_is_not_taken_for_nothing(tmp_path, monkeypatch, ending):
     """Where a look at another model's files failed, they counted nothing."""
     other = open_tier(tmp_path, LIMIT, OTHER)
     for number in range(4):
@@ -148,9 +140,7 @@ def test_what_cannot_be_looked_at_is_not_taken_for_nothing(
     assert save(tier, IDS)
 
 
-def test_a_failing_look_makes_no_model_directory_old_or_free_of_pins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_look_makes_no_model_directory_old_or_free_of_pins(tmp_path, monkeypatch):
     """Where it could not be seen when a table was last used it was taken for fifty years old."""
     other = open_tier(tmp_path, LIMIT, OTHER)
     assert save(other, large(0), OTHER)

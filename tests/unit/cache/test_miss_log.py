@@ -147,9 +147,7 @@ def test_what_is_there_is_not_declined_but_what_follows_it(tmp_path: Path) -> No
     tier.close()
 
 
-def test_what_a_disk_refused_for_another_reason_says_nothing_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_disk_refused_for_another_reason_says_nothing_of_others(tmp_path, monkeypatch):
     tier = open_tier(tmp_path)
     monkeypatch.setattr(PackTable, "keep", failing)
     assert not save(tier, [7, 7])

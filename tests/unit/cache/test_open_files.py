@@ -45,9 +45,7 @@ def test_a_hundred_tiers_opened_and_closed_leave_nothing_open(tmp_path: Path) ->
     assert open_below(tmp_path) == []
 
 
-def test_opening_that_fails_leaves_no_file_open_while_its_error_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opening_that_fails_leaves_no_file_open_while_its_error_is_kept(tmp_path, monkeypatch):
     """Who opens tiers keeps the error to tell of it, and with it all that was half open."""
     save(tier := open_tier(tmp_path), IDS)
     tier.close()
@@ -85,9 +83,7 @@ def test_closing_closes_what_another_thread_has_opened(tmp_path: Path) -> None:
     assert tables == []
 
 
-def test_a_store_that_one_thread_opens_and_others_use_is_opened_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_one_thread_opens_and_others_use_is_opened_once(tmp_path, monkeypatch):
     """A restart's first prompt waited while its thread opened what had just been opened."""
     tier = open_tier(tmp_path)
     opened: list[object] = []
@@ -112,9 +108,7 @@ def test_a_store_that_one_thread_opens_and_others_use_is_opened_once(
     assert open_below(tmp_path) == []
 
 
-def test_a_file_that_cannot_be_looked_at_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_looked_at_is_closed(tmp_path, monkeypatch):
     faults = Faults()
     faults.install(monkeypatch)
     with faults.armed(fail_at=1), pytest.raises(StoreError, match="Cannot use"):
@@ -123,9 +117,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
     assert open_below(tmp_path) == []
 
 
-def test_a_table_that_cannot_be_deleted_keeps_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_cannot_be_deleted_keeps_its_log(tmp_path, monkeypatch):
     """Without it, a second connection began another log: SQLite read the one by the other's
     index, and said that the disk had failed.
     """

@@ -55,9 +55,7 @@ def test_the_model_dir_used_last_is_the_likeliest(store: Path) -> None:
     assert prefetch_pages(store, CONTEXT, 2) < 3 * LAYOUT.block_bytes
 
 
-def test_files_are_read_where_the_system_cannot_be_asked_to(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_where_the_system_cannot_be_asked_to(store, monkeypatch):
     """macOS has no posix_fadvise."""
     monkeypatch.delattr(os, "posix_fadvise")
 

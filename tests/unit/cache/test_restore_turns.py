@@ -75,9 +75,7 @@ def reading() -> Iterator[Callable[..., Reading]]:
         each.thread.close(PATIENCE_S)
 
 
-def test_copies_have_their_turn_while_nobody_takes_what_was_read(
-    reading: Callable[..., Reading],
-) -> None:
+def test_copies_have_their_turn_while_nobody_takes_what_was_read(reading):
     """A prompt whose front found no room waited for a promotion to give blocks back, and that for
     its copies, which waited for the prompt's reader, which waited for the prompt: for ever.
     """
@@ -183,9 +181,7 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     assert not arrival.is_over
 
 
-def test_an_image_shorter_than_its_blocks_is_a_miss(
-    reading: Callable[..., Reading], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_shorter_than_its_blocks_is_a_miss(reading, caplog):
     tier = full_tier()
     first = next(iter(tier.blocks))
     tier.blocks[first] = tier.blocks[first][:-1]
@@ -206,9 +202,7 @@ def test_an_image_shorter_than_its_blocks_is_a_miss(
         (DamagedRecord("checksum"), MissReason.CORRUPT),
     ],
 )
-def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
-    reading: Callable[..., Reading], error: Exception, miss_reason: MissReason
-) -> None:
+def test_what_another_process_removed_meanwhile_is_not_called_corrupt(reading, error, miss_reason):
     tier = full_tier()
 
     def fail() -> None:

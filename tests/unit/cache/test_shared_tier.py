@@ -109,9 +109,7 @@ def test_another_machine_reads_what_was_written(new_store: Callable[[], SharedSt
     other.close()
 
 
-def test_a_context_that_leaves_a_pack_gets_its_beginning(
-    new_store: Callable[[], SharedStore],
-) -> None:
+def test_a_context_that_leaves_a_pack_gets_its_beginning(new_store):
     tier = tier_on(new_store())
     write(tier, 0, 6)
     other = IDS[: 3 * LAYOUT.ids_bytes] + encode_ids([77, 77, 77, 77])
@@ -124,9 +122,7 @@ def test_a_context_that_leaves_a_pack_gets_its_beginning(
     assert bytes(tier.read(run)) == image_of(0, 3)
 
 
-def test_forgotten_blocks_are_removed_with_the_records_that_have_them(
-    new_store: Callable[[], SharedStore],
-) -> None:
+def test_forgotten_blocks_are_removed_with_the_records_that_have_them(new_store):
     tier, other = tier_on(new_store()), tier_on(new_store())
     write(tier, 0, 4)
     write(tier, 4, 6)
@@ -137,9 +133,7 @@ def test_forgotten_blocks_are_removed_with_the_records_that_have_them(
     assert other.find(KEYS, IDS) == []
 
 
-def test_nothing_is_read_that_is_larger_than_a_record_can_be(
-    new_store: Callable[[], SharedStore],
-) -> None:
+def test_nothing_is_read_that_is_larger_than_a_record_can_be(new_store):
     store = new_store()
     store.put("group", "name", bytes(MOST_HEAD_BYTES + 1), bytes(5000), 100)
 

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,9 +48,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, float]]:
     }
 
 
-def test_packs_of_all_models_are_counted_the_last_used_first(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_packs_of_all_models_are_counted_the_last_used_first(store, store_admin):
     store.age(DAY_S)
 
     status = store_admin.status()
@@ -64,9 +62,7 @@ def test_packs_of_all_models_are_counted_the_last_used_first(
     assert status.trouble == ""
 
 
-def test_looking_changes_nothing_and_leaves_no_trace(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_looking_changes_nothing_and_leaves_no_trace(store, store_admin):
     """The time of a table's change is what says that a model's packs are no longer used."""
     before = snapshot(store.directory)
 
@@ -115,9 +111,7 @@ def test_what_has_lost_its_beginning_is_told(store: StoredPacks, store_admin: St
     assert sorted(pack.is_orphan for pack in packs) == [False, True, True]
 
 
-def test_verifying_finds_what_is_damaged_once_and_counts_as_no_use(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_verifying_finds_what_is_damaged_once_and_counts_as_no_use(store, store_admin):
     store.age(20 * DAY_S)  # too old: opening the other model's packs would have thrown these away
     store.damage()
     used_s = {g.identity: g.last_used_s for g in store_admin.status().model_dirs}
@@ -138,9 +132,7 @@ def test_verifying_ends_when_nobody_waits_for_it(store_admin: StoreAdmin) -> Non
     assert store_admin.verify(lambda: False) == Verified()
 
 
-def test_a_table_that_is_none_is_told_and_begun_anew(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_a_table_that_is_none_is_told_and_begun_anew(store, store_admin):
     store.spoil_table()
 
     status = store_admin.status()
@@ -155,9 +147,7 @@ def make_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_link])
-def test_what_is_no_table_is_not_opened(
-    store: StoredPacks, store_admin: StoreAdmin, make: Callable[[Path], None]
-) -> None:
+def test_what_is_no_table_is_not_opened(store, store_admin, make):
     table = store.directory / OTHER.identity.hex() / "cache.db"
     table.unlink()
     make(table)
@@ -165,9 +155,7 @@ def test_what_is_no_table_is_not_opened(
     assert "no file" in store_admin.status().trouble
 
 
-def test_a_table_of_another_program_is_told_not_believed(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_a_table_of_another_program_is_told_not_believed(store, store_admin):
     table = store.directory / OTHER.identity.hex() / "cache.db"
     table.unlink()
     with sqlite3.connect(table) as connection:
@@ -203,9 +191,7 @@ def test_collecting_does_not_keep_a_dying_model_dir_alive(store: StoredPacks) ->
     assert StoreAdmin(store.directory).status().model_dirs[1].last_used_s == used_s
 
 
-def test_clearing_deletes_packs_and_nothing_else(
-    store: StoredPacks, store_admin: StoreAdmin
-) -> None:
+def test_clearing_deletes_packs_and_nothing_else(store, store_admin):
     (store.directory / "letters").mkdir()
     (store.directory / "letters" / "one.txt").write_text("dear")
 
@@ -263,9 +249,7 @@ def test_where_nobody_may_look_there_is_a_budget_all_the_same(locked_out: Path) 
     assert disk_budget(None, locked_out) > 0
 
 
-def test_a_store_that_is_held_is_said_to_be(
-    store: StoredPacks, store_admin: StoreAdmin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_held_is_said_to_be(store, store_admin, monkeypatch):
     monkeypatch.setattr("kvchat.cache.disk.tier._PATIENCE_S", 0.05)
     holder = subprocess.Popen(
         [
@@ -288,9 +272,7 @@ def test_a_store_that_is_held_is_said_to_be(
         holder.communicate()
 
 
-def test_a_share_does_not_shrink_as_the_store_fills(
-    store: StoredPacks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_does_not_shrink_as_the_store_fills(store, monkeypatch):
     """The default was a tenth of what is free *beside* the store: each start threw some away."""
     kept = sum(tree_bytes(path) for path in find_model_dirs(store.directory))
     share, usage = Size(share=1.0), shutil.disk_usage(store.directory)
@@ -320,9 +302,7 @@ def test_a_store_that_was_empty_when_it_was_looked_at_loses_nothing_written_sinc
     assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
 
 
-def test_what_cannot_be_read_is_not_said_to_be_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_not_said_to_be_forgotten(tmp_path, monkeypatch):
     tier = open_tier(tmp_path)
     save(tier, [1, 2, 3, 4])
     tier.close()
@@ -336,9 +316,7 @@ def test_what_cannot_be_read_is_not_said_to_be_forgotten(
     assert restored(open_tier(tmp_path), [1, 2, 3, 4]) == 2
 
 
-def test_what_was_written_before_a_store_was_opened_is_forgotten_or_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_before_a_store_was_opened_is_forgotten_or_told_of(tmp_path, monkeypatch):
     """Looked for as blocks of one token each, for the store had been empty: nothing was found, and
     nothing said.
     """
@@ -403,9 +381,7 @@ def test_what_cannot_be_read_keeps_nothing_else_from_being_forgotten(
     assert not restored(tier, context, readable)
 
 
-def test_a_block_with_tokens_that_were_not_saved_goes_with_those_before_it(
-    tmp_path: Path,
-) -> None:
+def test_a_block_with_tokens_that_were_not_saved_goes_with_those_before_it(tmp_path):
     """A process is killed before the session has the last token. The block began with tokens of the
     conversation, and was under no key of it; the block before it was another conversation's too.
     """

@@ -105,9 +105,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Holders], None]:
     return lambda holders: monkeypatch.setattr(tier, "StoreLock", holders.new_lock)
 
 
-def test_a_busy_store_is_a_miss_that_says_nothing(
-    tmp_path: Path, waits: Callable[[Holders], None]
-) -> None:
+def test_a_busy_store_is_a_miss_that_says_nothing(tmp_path, waits):
     with held_by(tmp_path / LOCK_NAME, turn_s=0.4, num_turns=1) as holders:
         waits(holders)
         tier = open_tier(tmp_path)
@@ -123,9 +121,7 @@ def test_a_busy_store_is_a_miss_that_says_nothing(
     assert num_found(tier, IDS) == 3
 
 
-def test_a_store_that_somebody_does_not_let_go_of_is_told(
-    tmp_path: Path, waits: Callable[[Holders], None]
-) -> None:
+def test_a_store_that_somebody_does_not_let_go_of_is_told(tmp_path, waits):
     open_tier(tmp_path).close()
     with held_by(tmp_path / LOCK_NAME, turn_s=1e9, num_turns=1) as holders:
         waits(holders)
@@ -135,9 +131,7 @@ def test_a_store_that_somebody_does_not_let_go_of_is_told(
         assert "Another process holds the disk cache" in tier.status().trouble
 
 
-def test_what_others_keep_from_being_looked_at_is_not_called_damaged(
-    tmp_path: Path, waits: Callable[[Holders], None]
-) -> None:
+def test_what_others_keep_from_being_looked_at_is_not_called_damaged(tmp_path, waits):
     """Who reads while others write may meet half of each, and looks again when they are done:
     where they never were, /cache why called what was kept corrupt.
     """
@@ -160,9 +154,7 @@ def test_what_others_keep_from_being_looked_at_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("deed", ["gc", "unpin", "forget"])
-def test_what_a_user_asked_for_is_done_or_said_not_to_be(
-    tmp_path: Path, waits: Callable[[Holders], None], deed: str
-) -> None:
+def test_what_a_user_asked_for_is_done_or_said_not_to_be(tmp_path, waits, deed):
     """/forget said that it had forgotten what it had never got hold of."""
     tier = open_tier(tmp_path)
     save(tier, IDS)
@@ -175,9 +167,7 @@ def test_what_a_user_asked_for_is_done_or_said_not_to_be(
     assert num_found(open_tier(tmp_path), IDS) == 3
 
 
-def test_a_table_that_others_are_at_is_opened_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_others_are_at_is_opened_in_the_end(tmp_path, monkeypatch):
     """One moment of many processes left a whole life of one without its disk cache."""
     tier = open_tier(tmp_path)
     save(tier, IDS)

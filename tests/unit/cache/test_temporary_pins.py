@@ -67,9 +67,7 @@ def test_pinning_again_begins_the_time_anew(tier: DiskTier, clock: Clock) -> Non
     assert labels(tier) == {"a"}
 
 
-def test_a_longer_context_takes_the_place_of_its_beginning_unless_that_stays_longer(
-    tier: DiskTier,
-) -> None:
+def test_a_longer_context_takes_the_place_of_its_beginning_unless_that_stays_longer(tier):
     ids = [7] * 12
     save(tier, ids)
     pin(tier, ids[:4], "short")
@@ -102,9 +100,7 @@ def test_those_that_end_first_make_room_for_others(tier: DiskTier) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [SMALL_TTL_S, LASTING_TTL_S])
-def test_pins_for_days_and_for_minutes_leave_each_other_places(
-    tier: DiskTier, ttl_s: float
-) -> None:
+def test_pins_for_days_and_for_minutes_leave_each_other_places(tier, ttl_s):
     """After 16 agents a client's own marks were dropped by each other at once."""
     other_s = LASTING_TTL_S if ttl_s == SMALL_TTL_S else SMALL_TTL_S
     for number in range(20):

@@ -73,9 +73,7 @@ def test_copies_go_before_restores_and_restores_before_saves(opening: Opening) -
     thread.close(PATIENCE_S)
 
 
-def test_what_is_wrong_is_gone_before_anything_is_read_and_before_the_thread_ends(
-    opening: Opening,
-) -> None:
+def test_what_is_wrong_is_gone_before_anything_is_read_and_before_the_thread_ends(opening):
     """A wrong chain that the last step had found stayed on disk: it was queued with the restores,
     and the end does not wait for those.
     """
@@ -156,9 +154,7 @@ def test_without_a_tier_copies_are_made_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("ending", ["it opens", "it does not", "the thread ends before"])
-def test_who_waits_for_what_was_to_be_written_hears_of_it_whatever_becomes_of_it(
-    opening: Opening, ending: str
-) -> None:
+def test_who_waits_for_what_was_to_be_written_hears_of_it_whatever_becomes_of_it(opening, ending):
     """A pin asked for while the tier was being opened was never answered where it could not be."""
     tier = opening.tier if ending == "it opens" else None
     opening.tier = tier  # type: ignore[assignment]

@@ -49,9 +49,7 @@ def test_a_process_that_is_killed_between_any_two_statements_leaves_an_empty_sto
 
 
 @pytest.mark.parametrize("journal", [b"", b"\0" * 512])
-def test_a_journal_that_stays_is_that_of_a_table_which_was_not_finished(
-    tmp_path: Path, journal: bytes
-) -> None:
+def test_a_journal_that_stays_is_that_of_a_table_which_was_not_finished(tmp_path, journal):
     open_tier(tmp_path).close()
     table = tmp_path / LAYOUT.identity.hex() / "cache.db"
     table.write_bytes(b"")

@@ -34,10 +34,7 @@ class Household:
         self.manager = CacheManager(KvPool(GEOMETRY, 40, CPU))
         self.transfer = TransferThread(lambda: self.tier, 64 << 20)
         self.write_behind = WriteBehind(
-            self.manager,
-            self.transfer,
-            KeyMemo(4 * GEOMETRY.block_size),
-            lambda: self.now_s,
+            self.manager, self.transfer, KeyMemo(4 * GEOMETRY.block_size), lambda: self.now_s
         )
         self.num_exported = 0
         self._export = self.manager.export
@@ -255,9 +252,7 @@ def test_a_memo_gives_the_keys_that_hashing_all_gives() -> None:
         assert memo.keys_of(root, encode_ids(ids)) == chain_keys(root, encode_ids(ids), 8)
 
 
-def test_what_is_known_to_be_kept_stays_bounded(
-    house: Household, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_known_to_be_kept_stays_bounded(house, monkeypatch):
     """The keys of every block ever written stayed in memory as long as the process lived."""
     monkeypatch.setattr(write_behind, "_MOST_STORED", 15)
     other = [90 + token for token in STORY]

@@ -134,9 +134,7 @@ class Remembering(AnswerLedger):
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("size", [1, 5, 1000])
-def test_a_reply_tells_and_saves_what_stands_before_the_stop_text(
-    answer: Answer, size: int
-) -> None:
+def test_a_reply_tells_and_saves_what_stands_before_the_stop_text(answer, size):
     ledger = Remembering()
     how = Decoding(TOKENIZER.new_stream([]), ("STOP",), answer.starts_thinking, new_calls(answer))
     reply = Reply(ledger, [how], clock=lambda: 0.0)
@@ -161,9 +159,7 @@ HIDDEN = next(token for token in range(2000) if TOKENIZER.is_hidden(token))
     ("before", "starts_thinking", "is_end"),
     [("hi", False, True), ("hm", True, False), ("hm</think>ok", True, True)],
 )
-def test_a_token_without_text_may_be_a_stop_text(
-    before: str, starts_thinking: bool, is_end: bool
-) -> None:
+def test_a_token_without_text_may_be_a_stop_text(before, starts_thinking, is_end):
     """Special tokens show no text, so a stop text that is one was never found."""
     name = TOKENIZER.token_bytes(HIDDEN).decode()
     parts = AnswerParts((name,), starts_thinking)

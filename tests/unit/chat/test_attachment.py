@@ -68,9 +68,7 @@ def test_a_file_of_another_editor_is_read_as_its_text(tmp_path: Path, encoding: 
     assert read_attachment(tmp_path / "notes.txt").text == "notes.txt:\n```\nnaïve\nlines\n```\n"
 
 
-def test_a_directory_and_a_pattern_are_the_text_files_that_they_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_and_a_pattern_are_the_text_files_that_they_name(tmp_path, monkeypatch):
     """A directory was refused, and `**` was the same as `*`."""
     monkeypatch.chdir(tmp_path)
     for name in ("src/a/one.py", "src/two.py", "src/.hidden", "src/node_modules/x.js", ".git/x"):
@@ -92,9 +90,7 @@ def test_a_directory_and_a_pattern_are_the_text_files_that_they_name(
     )
 
 
-def test_too_many_files_an_empty_directory_and_an_address_are_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_an_empty_directory_and_an_address_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("kvchat.chat.attachment._MOST_FILES", 2)
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("x")

@@ -78,9 +78,7 @@ def _drawn(controller: ChatController) -> list[str]:
     return rows
 
 
-def test_a_message_has_one_number_on_every_branch_and_in_every_copy(
-    controller: ChatController,
-) -> None:
+def test_a_message_has_one_number_on_every_branch_and_in_every_copy(controller):
     """/tree counted turns, /edit messages of the path, and /system doubled everything."""
     _say(controller, "one", "two")
     controller.place.edited = controller.place.user_turn("2")
@@ -121,9 +119,7 @@ def test_a_place_is_named_by_message_and_answer(controller: ChatController) -> N
     assert in_words([1, 2, 3, 5, 7, 8]) == "1 to 3, 5 and 7 to 8"
 
 
-def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
-    controller: ChatController,
-) -> None:
+def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(controller):
     long = "My dog is called Rex. " * 20
     _say(controller, long, "two", "three", "four")
     plan = making_room.planned(controller)
@@ -144,10 +140,7 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
     assert len(before) - after > 200
     assert [
         MessageNumbers(_conversation(controller)).of(t) for t in controller.place.user_turns
-    ] == [
-        3,
-        4,
-    ]
+    ] == [3, 4]
     assert _drawn(controller) == ["1", "a1", "2", "a2", "3", "a3", "4", "a4", "[S]*"]
     _say(controller, "five")
     assert _drawn(controller)[-3:] == ["[S]", "5", "a5*"]
@@ -195,9 +188,7 @@ def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatC
     ("num_tokens", "num_replaced", "is_taken"),
     [(5, 1000, False), (31, 2100, False), (40, 100_000, True), (31, 1900, True), (3, 100, True)],
 )
-def test_a_summary_far_too_short_is_refused(
-    num_tokens: int, num_replaced: int, is_taken: bool
-) -> None:
+def test_a_summary_far_too_short_is_refused(num_tokens, num_replaced, is_taken):
     turns = [turn(1, text="Ada has a dog called Rex.")]
     if is_taken:
         require_substance("Ada's dog is Rex.", num_tokens, num_replaced, turns)
@@ -260,9 +251,7 @@ def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatCo
     assert summary.num_turns == 3, "two kept messages and a new one"
 
 
-def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(
-    controller: ChatController,
-) -> None:
+def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(controller):
     _say(controller, "Rex " * 100, "a secret", "three " * 20, "four")
     making_room.compact(controller, making_room.planned(controller), "There is a secret.")
     _say(controller, "five", "six")
@@ -319,9 +308,7 @@ def test_asking_aside_leaves_no_trace(controller: ChatController) -> None:
         ("Write only the summary, in at most 200 words.", FinishReason.STOP, "repeated"),
     ],
 )
-def test_what_is_no_summary_is_refused_in_one_sentence(
-    text: str, reason: FinishReason, why: str
-) -> None:
+def test_what_is_no_summary_is_refused_in_one_sentence(text, reason, why):
     with pytest.raises(UsageError, match=why) as refused:
         checked_summary(text, reason)
     assert "nothing is compacted" in refused.value.message
@@ -337,9 +324,7 @@ def test_what_is_no_summary_is_refused_in_one_sentence(
         ("Ada has a", FinishReason.LENGTH, "Ada has a ..."),
     ],
 )
-def test_of_a_summary_the_whole_sentences_are_taken(
-    text: str, reason: FinishReason, summary: str
-) -> None:
+def test_of_a_summary_the_whole_sentences_are_taken(text, reason, summary):
     """One that was cut off at its limit compacted nothing, and a full context was a dead end."""
     assert checked_summary(text, reason) == summary
 
@@ -365,9 +350,7 @@ def _chat(*num_tokens: int) -> Conversation:
 @pytest.mark.parametrize(
     "num_tokens", [(10 * (100,)), (30, 400, 300, 270), (500, 500), (400, 300, 300), (90 * (11,))]
 )
-def test_a_full_context_is_summarised_as_far_as_the_request_fits(
-    num_tokens: tuple[int, ...],
-) -> None:
+def test_a_full_context_is_summarised_as_far_as_the_request_fits(num_tokens):
     """The request was put below all but the last messages: there was no room for it."""
     plan = plan_compaction(_chat(*num_tokens), _LIMIT, _ASKING)
 
@@ -378,9 +361,7 @@ def test_a_full_context_is_summarised_as_far_as_the_request_fits(
 
 
 @pytest.mark.parametrize("num_tokens", [(1000,), (20, 980), (980, 20), (30, 950, 20)])
-def test_of_one_message_that_fills_the_context_an_excerpt_is_summarised(
-    num_tokens: tuple[int, ...],
-) -> None:
+def test_of_one_message_that_fills_the_context_an_excerpt_is_summarised(num_tokens):
     plan = plan_compaction(_chat(*num_tokens), _LIMIT, _ASKING)
 
     assert plan.is_excerpt
@@ -412,9 +393,7 @@ def test_an_excerpt_has_the_beginning_and_the_end_and_fits() -> None:
         ((900, 20), ["message 1"]),
     ],
 )
-def test_without_a_summary_the_oldest_messages_are_left_out(
-    num_tokens: tuple[int, ...], kept: list[str] | None
-) -> None:
+def test_without_a_summary_the_oldest_messages_are_left_out(num_tokens, kept):
     plan = plan_leaving_out(_chat(*num_tokens), _LIMIT)
 
     assert (plan and [each.text for each in plan.kept if each.is_message]) == kept

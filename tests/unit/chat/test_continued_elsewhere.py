@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +28,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, store: SessionStore) -> Iter
     started.close()
 
 
-def test_an_answer_gone_on_with_by_another_model_is_that_models(
-    store: SessionStore, session: ChatSession, other: ChatHost
-) -> None:
+def test_an_answer_gone_on_with_by_another_model_is_that_models(store, session, other):
     """/continue after /model put the ids of two tokenizers into one turn of the file, and later
     answers on that branch failed or were nonsense.
     """
@@ -55,9 +52,7 @@ def test_an_answer_gone_on_with_by_another_model_is_that_models(
     again.close()
 
 
-def test_the_first_model_gets_the_answer_back_as_text(
-    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost
-) -> None:
+def test_the_first_model_gets_the_answer_back_as_text(host, store, session, other):
     ask(session, "Hello")
     session.close()
     taken = other.open_session(session.session_id)
@@ -74,9 +69,7 @@ def test_the_first_model_gets_the_answer_back_as_text(
     back.close()
 
 
-def test_of_a_tokenizer_that_changed_no_other_model_is_told(
-    host: ChatHost, store: SessionStore, session: ChatSession
-) -> None:
+def test_of_a_tokenizer_that_changed_no_other_model_is_told(host, store, session):
     """ "Another model wrote this conversation", it said of a file's tokenizer after an update."""
     ask(session, "Hello")
     session.close()
@@ -118,9 +111,7 @@ def test_the_model_that_wrote_the_last_answers_is_named_with_what_to_type(
     assert summary.num_turns == 2
 
 
-def test_the_same_model_under_another_path_is_no_other_model(
-    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost, tmp_path: Path
-) -> None:
+def test_the_same_model_under_another_path_is_no_other_model(host, store, session, other, tmp_path):
     """Only names were compared: a link, or ./model, was told of as another model."""
     ask(session, "Hello")
     session.close()
@@ -165,9 +156,7 @@ def _wrote(host: ChatHost) -> str:
     return f"{name} wrote the last answers here; /model {name} goes on with it."
 
 
-def test_the_models_own_answer_grows_by_what_is_new_only(
-    store: SessionStore, session: ChatSession
-) -> None:
+def test_the_models_own_answer_grows_by_what_is_new_only(store, session):
     ask(session, "Hello")
     finish(session.continue_answer(answer_options()))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvchat.chat import answer_settings
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.chat_model import ChatModel, read_chat_model
+from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
@@ -35,9 +35,7 @@ def test_a_model_that_recommends_nothing_has_what_is_usual(tmp_path: Path) -> No
     assert read_chat_model(find_model(str(own))).sampling_defaults == {"temperature": 0.3}
 
 
-def test_another_model_brings_its_own_sampling_but_keeps_what_was_set(
-    model: ChatModel, tmp_path: Path
-) -> None:
+def test_another_model_brings_its_own_sampling_but_keeps_what_was_set(model, tmp_path):
     """/model kept the first model's temperature, which the user had not asked for."""
     store = SessionStore(tmp_path / "sessions")
     build = scripted_build(model, lambda question, _: Script("Yes."))

@@ -102,9 +102,7 @@ def test_the_flags_of_a_script_are_not_saved_with_the_conversation(open_chat: Op
     assert again.sampling == SamplingParams(temperature=0.1)
 
 
-def test_settings_are_written_when_they_change_and_not_with_each_message(
-    open_chat: Open, tmp_path: Path
-) -> None:
+def test_settings_are_written_when_they_change_and_not_with_each_message(open_chat, tmp_path):
     controller = open_chat()
     finish(controller.ask("One"))
     finish(controller.ask("Two"))

@@ -73,9 +73,7 @@ def held(life: Life) -> str:
     return session.session_id
 
 
-def test_in_one_process_the_next_message_reads_from_the_device_what_it_is_said_to(
-    life: Life,
-) -> None:
+def test_in_one_process_the_next_message_reads_from_the_device_what_it_is_said_to(life):
     host = life.start()
     session = host.new_session()
     ask(session, TEXT, 30)
@@ -89,9 +87,7 @@ def test_in_one_process_the_next_message_reads_from_the_device_what_it_is_said_t
     assert 0 <= ended.usage.cached.device - cost.cached.device < BLOCK_SIZE
 
 
-def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(
-    life: Life, memory: FactMemory
-) -> None:
+def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(life, memory):
     """It was called cold: only memory was looked at, before the disk was."""
     session_id = held(life)
     host = life.start()
@@ -130,9 +126,7 @@ def test_under_another_name_of_its_models_file_it_is_there_too(life: Life, tmp_p
     assert kept_costs(life.store, life.admin, [session_id])[session_id].is_ready
 
 
-def test_what_another_model_that_is_there_kept_does_not_make_it_warm(
-    life: Life, tmp_path: Path
-) -> None:
+def test_what_another_model_that_is_there_kept_does_not_make_it_warm(life, tmp_path):
     """Where no model had its name the KV of all counted, though their weights are others."""
     session_id = held(life)
     [(identity, model)] = KnownModels(life.memory).read().items()

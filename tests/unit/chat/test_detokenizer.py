@@ -27,9 +27,7 @@ def streamed(tokenizer: ChatTokenizer, context: list[int], ids: list[int]) -> li
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback", "unigram"])
-def test_the_pieces_of_a_stream_are_its_text_and_no_piece_splits_a_character(
-    kind: str, text: str
-) -> None:
+def test_the_pieces_of_a_stream_are_its_text_and_no_piece_splits_a_character(kind, text):
     raw = ZOO[kind]()
     tokenizer = ChatTokenizer(text_files(raw))
     context = raw.encode("<|im_start|>assistant\n", add_special_tokens=False).ids

@@ -92,9 +92,7 @@ def test_the_new_file_is_locked_before_it_has_the_name(store: SessionStore) -> N
     again.close()
 
 
-def test_a_file_that_cannot_be_changed_stays_as_it_was(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_changed_stays_as_it_was(store, monkeypatch):
     conversation = branching()
     log, path = saved(store, conversation)
     before = path.read_bytes()

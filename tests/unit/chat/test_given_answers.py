@@ -114,9 +114,7 @@ SYSTEMS = (
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("source", [zoo.READS_WORDS, zoo.CHATML], ids=["reads words", "chatml"])
-def test_a_word_for_the_template_in_a_system_prompt_is_seen_at_every_turn(
-    source: str, system: str
-) -> None:
+def test_a_word_for_the_template_in_a_system_prompt_is_seen_at_every_turn(source, system):
     """The template saw a placeholder for the system prompt, and no word in it."""
     model, talk = model_of(source), TALK[:3]
     conversation = imported(*talk)

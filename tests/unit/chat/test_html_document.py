@@ -133,9 +133,7 @@ def test_a_text_that_markdown_would_read_for_long_is_shown_as_it_is() -> None:
     ["[" * 20_000, "![" * 10_000, ">" * 100 + "\n" + "a\n" * 2000, "<![CDATA[" * 2000],
     ids=["brackets", "pictures", "lines of a quote", "data"],
 )
-def test_a_text_whose_cost_grows_with_its_square_is_given_up(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_whose_cost_grows_with_its_square_is_given_up(text, monkeypatch):
     """The reader took minutes for 200,000 brackets, at the cost of the answers beside it."""
     monkeypatch.setattr(html_text, "_SPARE_S", 0.02)
     monkeypatch.setattr(html_text, "_SECONDS_PER_CHAR", 0.0)

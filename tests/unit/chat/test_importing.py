@@ -41,9 +41,7 @@ def test_a_session_is_copied_with_all_its_branches(sample: Path, store: SessionS
     assert sample.read_bytes() == before
 
 
-def test_plain_messages_become_a_conversation_that_has_no_ids_yet(
-    store: SessionStore, tmp_path: Path
-) -> None:
+def test_plain_messages_become_a_conversation_that_has_no_ids_yet(store, tmp_path):
     path = tmp_path / "messages.json"
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -62,9 +60,7 @@ def test_plain_messages_become_a_conversation_that_has_no_ids_yet(
     assert not any(turn.token_ids for turn in conversation.turns())
 
 
-def test_an_imported_session_goes_on_from_the_branch_it_was_left_on(
-    store: SessionStore, tmp_path: Path
-) -> None:
+def test_an_imported_session_goes_on_from_the_branch_it_was_left_on(store, tmp_path):
     """It went on from the branch that was begun last: where the tip was, was not written."""
     original = branching_conversation()
     path = tmp_path / "left.jsonl"
@@ -86,9 +82,7 @@ def test_an_imported_session_goes_on_from_the_branch_it_was_left_on(
         *((content, "") for content in (None, "no JSON", '{"a": 1}', '{"kvchat": 99}')),
     ],
 )
-def test_what_is_no_conversation_leaves_the_store_empty(
-    content: str | None, sentence: str, store: SessionStore, tmp_path: Path
-) -> None:
+def test_what_is_no_conversation_leaves_the_store_empty(content, sentence, store, tmp_path):
     """An empty conversation was made of one without messages, or it was said to be no JSON."""
     path = tmp_path / "file"
     if content is not None:

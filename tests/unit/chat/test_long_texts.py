@@ -56,9 +56,7 @@ def test_ten_megabytes_are_refused_after_a_piece_of_them() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
-def test_messages_system_prompts_and_answers_are_refused_in_a_sentence(
-    template: str | None,
-) -> None:
+def test_messages_system_prompts_and_answers_are_refused_in_a_sentence(template):
     model, long = small_model(template=template), "word " * (MEGABYTES // 5)
     empty = Conversation("", 0.0)
     answer = Turn(2, 1, Role.ASSISTANT, long, (), NO_TOKENIZER, created_s=0.0)

@@ -5,7 +5,7 @@ Some are in `test_why_again.py`, where what one process keeps is spoilt before t
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -209,9 +209,7 @@ def _second_turn_with(runs: Runs, wanted: KvSettings) -> str:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_cause_is_told_in_its_own_words(
-    runs: Runs, cause: Callable[[Runs], str], words: str
-) -> None:
+def test_every_cause_is_told_in_its_own_words(runs, cause, words):
     assert cause(runs) == words
 
 

@@ -67,10 +67,7 @@ def save(text: str, **others: Any) -> ToolCall:
 # Each form with a place for a value.
 ELEMENTS = "<tool_call>\n<function=save>\n{}</function>\n</tool_call>"
 WRITERS: dict[str, tuple[CallFormat, Any]] = {
-    "elements": (
-        TAG,
-        lambda v: ELEMENTS.format(f"<parameter=text>\n{v}\n</parameter>\n"),
-    ),
+    "elements": (TAG, lambda v: ELEMENTS.format(f"<parameter=text>\n{v}\n</parameter>\n")),
     "seed": (
         FORMATS["<seed:tool_call>"],
         lambda v: (

@@ -28,9 +28,7 @@ def credits_of(directory: Path, conversation: Conversation) -> list[float]:
     return [known[key] for key in keys if key in known]
 
 
-def test_one_process_tells_single_questions_from_conversations(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_one_process_tells_single_questions_from_conversations(checkpoint, tmp_path):
     host = tiny_host(checkpoint, None, kept=tmp_path / "kv")
     once, chat, followed, retried = (host.new_session(f"{n}") for n in range(4))
 

@@ -205,9 +205,7 @@ def test_the_share_of_what_is_read_is_not_told_of_another_text() -> None:
         (1000, 1000, 0, 0.0),
     ],
 )
-def test_the_share_of_what_is_read_is_between_none_and_all(
-    num_begun: int, num_before: int, cached: int, share: float
-) -> None:
+def test_the_share_of_what_is_read_is_between_none_and_all(num_begun, num_before, cached, share):
     """The place moved meanwhile: nothing new was begun, and the share was a division by zero."""
     ahead = _ahead(Costs(_cost(cached, num_begun)), num_begun, num_before)
 

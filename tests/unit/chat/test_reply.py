@@ -16,12 +16,7 @@ from kvchat.chat.events import (
 from kvchat.chat.reply import SAVE_INTERVAL_S, Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import GenerationError
-from kvchat.core.events import (
-    PrefillProgress,
-    RequestFailed,
-    SampleFinished,
-    TokensGenerated,
-)
+from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
 from support.clock import Clock
 from support.tokenizer_zoo import byte_level, text_files
@@ -219,9 +214,7 @@ def test_iterating_waits_for_events_and_ends_with_the_reply() -> None:
     assert isinstance(events[-1], AnswerEnded)
 
 
-def test_a_reader_is_not_woken_for_each_token_and_hears_of_the_end_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_is_not_woken_for_each_token_and_hears_of_the_end_at_once(monkeypatch):
     """Each token once woke the reader, which took a core from the step of the next token."""
     talk = Talk()
     pauses: list[float] = []

@@ -44,9 +44,7 @@ def answered(
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_the_ids_of_an_answer_are_those_that_were_generated(
-    host: ChatHost, tmp_path: Path, is_restarted: bool
-) -> None:
+def test_the_ids_of_an_answer_are_those_that_were_generated(host, tmp_path, is_restarted):
     """Random weights answer with ids that no text encodes to: only the memory knows them."""
     chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"))
     first, fed = answered(chats, [U("one")], "Be brief.")
@@ -169,9 +167,7 @@ def test_a_continued_conversation_has_no_difference() -> None:
         ("Today is Monday.", "b!", (1, 1, "", "!")),
     ],
 )
-def test_a_changed_system_prompt_or_earlier_message_is_found(
-    system: str, answer: str, found: tuple[object, ...]
-) -> None:
+def test_a_changed_system_prompt_or_earlier_message_is_found(system, answer, found):
     seen = SeenChats()
     seen.note("Today is Monday.", (U("a"), A("b"), U("c")))
 
@@ -191,9 +187,7 @@ def test_a_changed_system_prompt_or_earlier_message_is_found(
         ("You are another agent.", "f", None),
     ],
 )
-def test_what_changed_before_another_first_message_is_found(
-    system: str, tools: str, place: str | None
-) -> None:
+def test_what_changed_before_another_first_message_is_found(system, tools, place):
     """A new session begins with another message: nothing was said of what it read anew."""
     seen = SeenChats()
     seen.note(f"Number 1.\n{'Be good. ' * 9}", (U("a"),), ToolSet([{"name": "f"}]))
@@ -239,9 +233,7 @@ def sent(*roles: str, change: int | None = None) -> ResentChat:
         (("user", "answer", "result", "user", "answer", "user", "answer", "user"), range(1, 7)),
     ],
 )
-def test_a_changed_message_is_named_by_its_index_in_the_client_s_list(
-    roles: tuple[str, ...], changes: range
-) -> None:
+def test_a_changed_message_is_named_by_its_index_in_the_client_s_list(roles, changes):
     """Neighbours of one role counted as one, and system messages and results not at all."""
     for change in changes:
         seen, before, now = SeenChats(), sent(*roles), sent(*roles, change=change)

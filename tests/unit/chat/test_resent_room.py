@@ -30,9 +30,7 @@ def chats(host: ChatHost) -> Iterator[ResentChats]:
     opened.close()
 
 
-def test_a_chat_of_many_windows_goes_on_and_what_stays_is_cached(
-    host: ChatHost, chats: ResentChats
-) -> None:
+def test_a_chat_of_many_windows_goes_on_and_what_stays_is_cached(host, chats):
     """The cut moves by half a context at once: each message between two cuts is a hit."""
     assert host.ready is not None
     limit, messages = host.ready.context_limit, []
@@ -102,9 +100,7 @@ def test_results_of_calls_stay_with_their_calls() -> None:
 
 
 @pytest.mark.parametrize("policy", [ContextPolicy.STOP, ContextPolicy.COMPACT])
-def test_other_policies_refuse_and_a_summary_names_the_way_out(
-    host: ChatHost, chats: ResentChats, policy: ContextPolicy
-) -> None:
+def test_other_policies_refuse_and_a_summary_names_the_way_out(host, chats, policy):
     assert host.ready is not None
     long = "fog " * host.ready.context_limit
 
@@ -118,9 +114,7 @@ def test_other_policies_refuse_and_a_summary_names_the_way_out(
     assert ("context_policy drop" in refused_too.value.hint) == (policy is ContextPolicy.COMPACT)
 
 
-def test_a_message_that_no_context_holds_is_refused_with_drop_too(
-    host: ChatHost, chats: ResentChats
-) -> None:
+def test_a_message_that_no_context_holds_is_refused_with_drop_too(host, chats):
     assert host.ready is not None
     options = answer_options(4, context_policy=ContextPolicy.DROP)
     long = "fog " * host.ready.context_limit

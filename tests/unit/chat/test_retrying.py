@@ -45,9 +45,7 @@ def store(tmp_path: Path) -> SessionStore:
 
 
 @pytest.fixture(params=[None, ModelError("The weights are broken.")], ids=["stopped", "failed"])
-def slow(
-    request: pytest.FixtureRequest, model: ChatModel, store: SessionStore
-) -> Iterator[SlowHost]:
+def slow(request, model: ChatModel, store: SessionStore) -> Iterator[SlowHost]:
     started = SlowHost(model, store, request.param)
     yield started
     started.go.set()
@@ -55,9 +53,7 @@ def slow(
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_without_a_new_answer_the_old_one_is_what_the_model_goes_on_from(
-    slow: SlowHost, store: SessionStore, num_samples: int
-) -> None:
+def test_without_a_new_answer_the_old_one_is_what_the_model_goes_on_from(slow, store, num_samples):
     """/retry stopped before its first token left the answer on the screen, and the model without
     it.
     """

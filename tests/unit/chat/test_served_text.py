@@ -129,8 +129,6 @@ def test_a_failing_tokenizer_is_told_as_it_is_here(model: ChatModel) -> None:
         ("stream", {"context": [], "ids": [-1], "is_last": True}),
     ],
 )
-def test_a_question_of_another_version_is_refused(
-    name: str, given: dict[str, Any], model: ChatModel
-) -> None:
+def test_a_question_of_another_version_is_refused(name, given, model):
     with pytest.raises(FieldFault):
         text_answer(model, name, given)

@@ -184,9 +184,7 @@ def test_a_foreign_file_is_no_session(data: bytes) -> None:
         ("system", (7,), r"first line .* is damaged"),
     ],
 )
-def test_a_newer_format_is_not_guessed_at_and_nonsense_is_damaged(
-    name: str, values: tuple[object, ...], message: str
-) -> None:
+def test_a_newer_format_is_not_guessed_at_and_nonsense_is_damaged(name, values, message):
     """A creation time beyond the calendar was taken, and ended the first question in a traceback:
     templates are told the date."""
     for value in values:

@@ -23,9 +23,7 @@ def store(tmp_path: Path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
 
 
-def test_a_conversation_whose_id_is_taken_gets_another(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_whose_id_is_taken_gets_another(store, monkeypatch):
     """One request of many in a second failed, as two of them had drawn the same id."""
     draws = iter([TAKEN, TAKEN, FREE])
     monkeypatch.setattr(store_module, "new_session_id", lambda: next(draws))
@@ -41,9 +39,7 @@ def test_a_conversation_whose_id_is_taken_gets_another(
     assert len(store.read(FREE).conversation) == 1
 
 
-def test_a_folder_that_takes_no_writing_names_the_ways_out(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_takes_no_writing_names_the_ways_out(store, monkeypatch):
     """ "Cannot open ID.jsonl: Read-only file system." was all, and every message came back."""
     conversation = branching_conversation()
     store.create(conversation, "demo").close()
@@ -62,9 +58,7 @@ def test_a_folder_that_takes_no_writing_names_the_ways_out(
     assert len(store.read(conversation.session_id).conversation) == 0
 
 
-def test_a_file_that_was_replaced_before_its_lock_was_had_is_opened_again(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_replaced_before_its_lock_was_had_is_opened_again(store, monkeypatch):
     """What was written went to the file that /forget in another kvchat had just put out of place,
     and was gone without a word.
     """
@@ -92,9 +86,7 @@ def test_a_file_that_was_replaced_before_its_lock_was_had_is_opened_again(
     log.close()
 
 
-def test_a_file_that_is_replaced_again_and_again_is_somebody_elses(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_replaced_again_and_again_is_somebody_elses(store, monkeypatch):
     conversation = branching_conversation()
     store.create(conversation, "demo").close()
     monkeypatch.setattr(store_module, "is_at", lambda *_: False)
@@ -103,9 +95,7 @@ def test_a_file_that_is_replaced_again_and_again_is_somebody_elses(
         store.open(conversation.session_id)
 
 
-def test_what_was_forgotten_stays_so_after_a_power_loss(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_forgotten_stays_so_after_a_power_loss(store, monkeypatch):
     """The new file's name was not waited for, so that the old one could have come back."""
     log = store.create(branching_conversation(), "demo")
     sync, synced = os.fsync, []
@@ -143,9 +133,7 @@ def test_a_file_system_without_locks_is_written_to_and_not_taken_for_another_kvc
     assert len(read.conversation) == 1
 
 
-def test_a_disk_that_fails_is_not_taken_for_another_kvchat(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_is_not_taken_for_another_kvchat(store, monkeypatch):
     def broken(descriptor: int, operation: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +26,7 @@ from support.tiny_host import answer_options, ask, finish, tiny_host
 from support.tokenizer_zoo import byte_fallback
 
 
-def test_everything_is_in_the_file_as_it_is_in_memory(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_everything_is_in_the_file_as_it_is_in_memory(session, store):
     ask(session, "one")
     ask(session, "two")
     session.rename("Numbers")
@@ -38,17 +35,13 @@ def test_everything_is_in_the_file_as_it_is_in_memory(
     assert store.read(session.session_id).conversation.title == "Numbers"
 
 
-def test_the_users_turn_is_on_disk_before_the_answer_begins(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_the_users_turn_is_on_disk_before_the_answer_begins(session, store):
     session.add_user_turn("Remember this.")
 
     assert [turn.text for turn in saved_turns(store, session)] == ["Remember this."]
 
 
-def test_a_fork_has_everything_and_leaves_the_original_alone(
-    host: ChatHost, session: ChatSession, store: SessionStore
-) -> None:
+def test_a_fork_has_everything_and_leaves_the_original_alone(host, session, store):
     ask(session, "first")
     session.undo()
     ask(session, "other first")
@@ -66,9 +59,7 @@ def test_a_fork_has_everything_and_leaves_the_original_alone(
     fork.close()
 
 
-def test_an_interrupted_answer_is_kept_to_the_token(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_an_interrupted_answer_is_kept_to_the_token(session, store):
     reply = session.ask("Go on and on", answer_options(max_tokens=300))
     shown = ""
     for event in reply:
@@ -95,9 +86,7 @@ def test_an_interrupted_answer_is_kept_to_the_token(
     )
 
 
-def test_resuming_in_another_process_goes_on_as_if_nothing_had_been(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_resuming_in_another_process_goes_on_as_if_nothing_had_been(checkpoint, tmp_path):
     store = SessionStore(tmp_path)
     texts = ["first", "second", "third"]
     one_go = tiny_host(checkpoint, None)
@@ -118,9 +107,7 @@ def test_resuming_in_another_process_goes_on_as_if_nothing_had_been(
     assert store.read(session_id).conversation.context_ids() == whole.conversation.context_ids()
 
 
-def test_another_models_conversation_is_read_anew_from_its_text(
-    host: ChatHost, tmp_path: Path, store: SessionStore, session: ChatSession
-) -> None:
+def test_another_models_conversation_is_read_anew_from_its_text(host, tmp_path, store, session):
     ask(session, "Hello <|end|> there")
     session.close()
     directory = save_checkpoint(tmp_path / "other", tiny_model("qwen3", seed=5), CHATML)
@@ -145,9 +132,7 @@ def test_another_models_conversation_is_read_anew_from_its_text(
     assert saved_turns(store, session) == list(session.conversation.turns())
 
 
-def test_a_conversation_the_model_cannot_take_over_is_let_go(
-    host: ChatHost, store: SessionStore, session: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_the_model_cannot_take_over_is_let_go(host, store, session, monkeypatch):
     """Its file stayed locked: the next try was told that another kvchat had it open."""
     session.add_user_turn("Hello")
     session.close()
@@ -163,9 +148,7 @@ def test_a_conversation_the_model_cannot_take_over_is_let_go(
     host.open_session(session.session_id).close()
 
 
-def test_a_message_that_does_not_fit_is_kept_and_stepped_back_from(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_a_message_that_does_not_fit_is_kept_and_stepped_back_from(session, store):
     ask(session, "short")
     tip = session.conversation.tip_id
 
@@ -180,9 +163,7 @@ def test_a_message_that_does_not_fit_is_kept_and_stepped_back_from(
     assert_saved(store, session)
 
 
-def test_a_conversation_of_refused_messages_is_not_the_one_to_go_on_with(
-    host: ChatHost, store: SessionStore
-) -> None:
+def test_a_conversation_of_refused_messages_is_not_the_one_to_go_on_with(host, store):
     """`kvchat -c` went on in the "x" whose only message had been too long."""
     good = host.new_session()
     ask(good, "short")
@@ -231,9 +212,7 @@ for event in reply:
 """
 
 
-def test_kill_9_in_mid_answer_costs_at_most_the_last_second(
-    checkpoint: Path, host: ChatHost, tmp_path: Path
-) -> None:
+def test_kill_9_in_mid_answer_costs_at_most_the_last_second(checkpoint, host, tmp_path):
     writer = start_python(KILLED_MID_ANSWER, checkpoint, tmp_path)
     assert writer.stdout is not None
     seen: list[tuple[float, int]] = []
@@ -262,9 +241,7 @@ def test_kill_9_in_mid_answer_costs_at_most_the_last_second(
     session.close()
 
 
-def test_the_file_holds_the_facts_of_each_answer_for_people(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_the_file_holds_the_facts_of_each_answer_for_people(session, store):
     ended = ask(session, "facts")
     path = store.directory / f"{session.session_id}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -281,9 +258,7 @@ def test_the_file_holds_the_facts_of_each_answer_for_people(
     }
 
 
-def test_a_message_is_forgotten_under_every_system_prompt_it_was_put_under(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_a_message_is_forgotten_under_every_system_prompt_it_was_put_under(session, store):
     """After /system, /forget took away the copy under the new prompt only, and the words stayed on
     the old branch, in the file.
     """

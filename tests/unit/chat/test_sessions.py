@@ -30,9 +30,7 @@ def test_the_second_turn_reads_only_what_is_new(session: ChatSession) -> None:
     assert second.usage.cached.total == before - 1
 
 
-def test_reading_only_what_is_new_answers_as_reading_everything(
-    checkpoint: Path, session: ChatSession
-) -> None:
+def test_reading_only_what_is_new_answers_as_reading_everything(checkpoint, session):
     cold = tiny_host(checkpoint, None, reuse=False)
     plain = cold.new_session(system="Be brief.")
 
@@ -45,9 +43,7 @@ def test_reading_only_what_is_new_answers_as_reading_everything(
     assert session.conversation.context_ids() == plain.conversation.context_ids()
 
 
-def test_retrying_keeps_both_answers_and_reads_nothing_again(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_retrying_keeps_both_answers_and_reads_nothing_again(session, store):
     first = ask(session, "Tell me")
 
     again = finish(session.retry(answer_options()))
@@ -60,9 +56,7 @@ def test_retrying_keeps_both_answers_and_reads_nothing_again(
     assert_saved(store, session)
 
 
-def test_undoing_and_asking_something_else_shares_what_came_before(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_undoing_and_asking_something_else_shares_what_came_before(session, store):
     ask(session, "first")
     kept = session.conversation.context_ids()
     ask(session, "second")
@@ -96,9 +90,7 @@ def test_an_edited_message_branches_from_where_it_stood(session: ChatSession) ->
     ]
 
 
-def test_an_answer_cancelled_before_its_first_token_leaves_the_question(
-    checkpoint: Path,
-) -> None:
+def test_an_answer_cancelled_before_its_first_token_leaves_the_question(checkpoint):
     waiting = tiny_host(checkpoint, None)
     session = waiting.new_session()
     reply = session.ask("Never mind", answer_options(num_samples=3))
@@ -130,9 +122,7 @@ def stopping_after(directory: Path, host: ChatHost, text: str) -> tuple[Path, in
     return save_checkpoint(directory, model), num_tokens
 
 
-def test_an_answer_that_stops_by_itself_holds_its_closing_token_once(
-    host: ChatHost, tmp_path: Path
-) -> None:
+def test_an_answer_that_stops_by_itself_holds_its_closing_token_once(host, tmp_path):
     text = "Stop by yourself"
     directory, num_tokens = stopping_after(tmp_path / "m", host, text)
     stopping = tiny_host(directory, None)
@@ -154,9 +144,7 @@ def test_an_answer_that_stops_by_itself_holds_its_closing_token_once(
     stopping.close()
 
 
-def test_another_system_prompt_rebuilds_the_path_and_keeps_the_answers_exact(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_another_system_prompt_rebuilds_the_path_and_keeps_the_answers_exact(session, store):
     ask(session, "one")
     ask(session, "two")
     old_path = session.conversation.path()
@@ -173,9 +161,7 @@ def test_another_system_prompt_rebuilds_the_path_and_keeps_the_answers_exact(
     assert_saved(store, session)
 
 
-def test_samples_are_siblings_and_the_conversation_goes_on_from_the_first(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_samples_are_siblings_and_the_conversation_goes_on_from_the_first(session, store):
     options = AskOptions(seed=3, max_tokens=6, num_samples=3)
     ended = [e for e in session.ask("Choose", options) if isinstance(e, AnswerEnded)]
 
@@ -298,9 +284,7 @@ def test_a_model_that_does_not_load_fails_every_question(checkpoint: Path, tmp_p
     host.close()
 
 
-def test_an_answer_known_by_its_text_is_closed_and_answered_from(
-    session: ChatSession, store: SessionStore
-) -> None:
+def test_an_answer_known_by_its_text_is_closed_and_answered_from(session, store):
     session.add_user_turn("Hello")
     added = session.add_answer("Hi <|end|> there")
     ended = ask(session, "And now?")
@@ -323,9 +307,7 @@ def test_a_stop_string_ends_the_answer_before_it(session: ChatSession) -> None:
     assert stopped.text == free.text[: free.text.index(stop)]
 
 
-def test_the_first_answer_may_be_asked_for_before_the_model_is_loaded(
-    checkpoint: Path,
-) -> None:
+def test_the_first_answer_may_be_asked_for_before_the_model_is_loaded(checkpoint):
     host = tiny_host(checkpoint, None)
     session = host.new_session()
 

@@ -8,7 +8,6 @@ import pytest
 
 from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.conversation import Role
-from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
 from kvchat.chat.stabiliser import NOTE, Stabiliser
@@ -208,9 +207,7 @@ def test_a_record_of_another_form_is_a_miss(record: dict[str, object]) -> None:
     assert Stabiliser(Others(None, codec())).stabilised(chat) == chat
 
 
-def test_usage_says_which_line_changed_though_nothing_was_read_again(
-    host: ChatHost, tmp_path: Path
-) -> None:
+def test_usage_says_which_line_changed_though_nothing_was_read_again(host, tmp_path):
     chats = ResentChats(
         host, AnswerMemory(tmp_path / "answers.db"), new_stabiliser(is_for_all=False)
     )
@@ -237,9 +234,7 @@ def test_usage_says_which_line_changed_though_nothing_was_read_again(
 
 
 @pytest.mark.parametrize("is_stabilised", [False, True])
-def test_a_growing_conversation_under_a_changing_date_is_read_once(
-    host: ChatHost, tmp_path: Path, is_stabilised: bool
-) -> None:
+def test_a_growing_conversation_under_a_changing_date_is_read_once(host, tmp_path, is_stabilised):
     """The date stood before the rules, so that every request computed all of its prompt."""
     stabiliser = new_stabiliser() if is_stabilised else None
     chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"), stabiliser)

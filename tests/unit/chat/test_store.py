@@ -107,9 +107,7 @@ def test_a_second_writer_is_refused_until_the_first_lets_go(store: SessionStore)
     store.open(session_id)[1].close()
 
 
-def test_another_process_holds_the_lock_until_it_dies(
-    store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_holds_the_lock_until_it_dies(store, monkeypatch):
     session_id, other = saved(store, numbered(1)), saved(store, numbered(2))
     holder = start_python(
         """
@@ -349,9 +347,7 @@ def test_a_word_in_a_title_is_enough_to_go_on_and_not_to_delete(store: SessionSt
         store.find("ada")
 
 
-def test_a_name_that_nothing_has_is_said_to_be_no_title_and_gets_what_is_near(
-    store: SessionStore,
-) -> None:
+def test_a_name_that_nothing_has_is_said_to_be_no_title_and_gets_what_is_near(store):
     """`kvchat -r manul` said "There is no session manul", as if titles were not searched."""
     log = store.create(numbered(1), "demo")
     log.write(session_file.title_line("Read the manual"))

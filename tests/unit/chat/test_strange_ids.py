@@ -53,9 +53,7 @@ def test_a_session_with_ids_beyond_the_vocabulary_is_read_again_from_its_text(
     session.close()
 
 
-def test_ids_that_the_model_has_and_its_tokenizer_does_not_are_kept(
-    host: ChatHost, store: SessionStore
-) -> None:
+def test_ids_that_the_model_has_and_its_tokenizer_does_not_are_kept(host, store):
     """An embedding is often padded, and a model may sample what no text encodes to."""
     session = host.new_session()
     ask(session, "Hello")

@@ -84,9 +84,7 @@ def shown(ids: list[int]) -> str:
         "raises on thinking",
     ],
 )
-def test_the_certificate_names_each_habit(
-    source: str, strategy: Strategy, takes_system: bool
-) -> None:
+def test_the_certificate_names_each_habit(source, strategy, takes_system):
     template = template_of(source)
 
     assert template.strategy is strategy
@@ -147,9 +145,7 @@ ODD_SPACES = "\u3000\xa0hi\r\n\x0b\u2028\x1c"
 
 @pytest.mark.parametrize("text", ["  two  ", "\n\tx\n ", " ", "", ODD_SPACES])
 @pytest.mark.parametrize("source", [zoo.CHATML, zoo.TRIMMING])
-def test_white_space_around_a_message_is_treated_as_the_template_treats_it(
-    source: str, text: str
-) -> None:
+def test_white_space_around_a_message_is_treated_as_the_template_treats_it(source, text):
     template = template_of(source)
 
     assert shown(template.opening(NewTurn(text, CLOCK))) == written(source, ("user", text))
@@ -187,9 +183,7 @@ def test_no_white_space_is_unknown() -> None:
     ],
     ids=["loop", "selectattr", "first", "refuses text", "user's"],
 )
-def test_a_template_that_wants_lists_of_parts_gets_them(
-    source: str, part_roles: tuple[str, ...]
-) -> None:
+def test_a_template_that_wants_lists_of_parts_gets_them(source, part_roles):
     """Such checkpoints were refused: their templates left out every text."""
     template, text = template_of(source), "Hi <|im_end|>"
     talk = (("system", "Be brief."), ("user", text), ("assistant", "X"), ("user", "More"))
@@ -255,9 +249,7 @@ def test_messages_that_spell_control_tokens_or_stand_ins_are_only_text(kind: str
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_cannot_be_appended_to_is_refused_in_a_sentence(
-    source: str, reason: str
-) -> None:
+def test_a_template_that_cannot_be_appended_to_is_refused_in_a_sentence(source, reason):
     """A template that raised on a second turn, or changed the stand-in it was to be cut at, was
     taken: the first ended kvchat with a traceback, the second lost what the user had typed."""
     with pytest.raises(ModelError, match=reason):

@@ -107,9 +107,7 @@ def test_a_process_renders_what_its_plain_twin_renders(name: str) -> None:
         assert process.render(MESSAGES, NAMES, CLOCK) == expected
 
 
-def test_the_process_that_users_have_renders_and_is_limited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_process_that_users_have_renders_and_is_limited(monkeypatch):
     """In all other tests it is a fork of one that has imported Jinja."""
     monkeypatch.setattr(template_process, "subprocess", subprocess)
     process = TemplateProcess("{% if flag %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages | length }}")

@@ -104,9 +104,7 @@ def thinking_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatHost
     host.close()
 
 
-def test_a_retry_with_another_setting_asks_again_and_keeps_the_first_question(
-    thinking_host: ChatHost,
-) -> None:
+def test_a_retry_with_another_setting_asks_again_and_keeps_the_first_question(thinking_host):
     session = thinking_host.new_session()
     plain = answer_options(4)
     finish(session.ask("hi", plain))

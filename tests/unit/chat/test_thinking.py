@@ -49,16 +49,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "starts", "expected"), CASES)
-def test_a_whole_text_is_split_at_its_marks(
-    text: str, starts: bool, expected: tuple[str, str]
-) -> None:
+def test_a_whole_text_is_split_at_its_marks(text, starts, expected):
     assert split_thinking(text, starts) == expected
 
 
 @pytest.mark.parametrize(("text", "starts", "expected"), CASES)
-def test_it_makes_no_difference_how_the_text_is_cut(
-    text: str, starts: bool, expected: tuple[str, str]
-) -> None:
+def test_it_makes_no_difference_how_the_text_is_cut(text, starts, expected):
     """Blank lines next to a mark used to stay where they came in a piece of their own, and a second
     mark was taken for thinking where the answer had not begun in the first one's piece."""
     rng = random.Random(3)

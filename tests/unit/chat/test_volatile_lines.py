@@ -74,9 +74,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.332.573; cc_entrypoint=sdk
         ("You are an agent.", "You are an agent.", []),
     ],
 )
-def test_the_billing_of_another_server_is_left_out(
-    system: str, rest: str, lines: list[str]
-) -> None:
+def test_the_billing_of_another_server_is_left_out(system, rest, lines):
     assert without_billing(system) == (rest, lines)
 
 

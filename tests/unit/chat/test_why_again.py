@@ -6,7 +6,6 @@ A real engine and a real store; between two lives of the program something happe
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,16 +91,10 @@ def test_what_was_kept_costs_nothing(resumed: Resumed) -> None:
     [
         ({"limit": FEW, "num_others": 40}, "evicted", "evicted to make room, or out of date"),
         ({"limit": NONE}, "over budget", "--disk-cache allows more"),
-        (
-            {"meanwhile": spoil},
-            "corrupt",
-            "what was kept on disk was corrupt, and is gone now",
-        ),
+        ({"meanwhile": spoil}, "corrupt", "what was kept on disk was corrupt, and is gone now"),
     ],
 )
-def test_what_is_not_there_any_more_has_its_cause(
-    resumed: Resumed, given: dict[str, Any], few_words: str, words: str
-) -> None:
+def test_what_is_not_there_any_more_has_its_cause(resumed, given, few_words, words):
     found = resumed.why(**given)
 
     assert cause(found) == few_words

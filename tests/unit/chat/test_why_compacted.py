@@ -35,9 +35,7 @@ def answered(controller: ChatController, question: str) -> Reuse:
 
 @pytest.mark.parametrize("has_summary", [True, False])
 @pytest.mark.parametrize("num_kept", [0, 2])
-def test_the_summary_was_read_for_the_first_time_and_not_evicted(
-    controller: ChatController, num_kept: int, has_summary: bool
-) -> None:
+def test_the_summary_was_read_for_the_first_time_and_not_evicted(controller, num_kept, has_summary):
     """It was told to be read again, as it had been evicted from memory."""
     for number in range(3):
         answered(controller, f"{number} {TEXT}")

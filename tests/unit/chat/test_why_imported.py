@@ -48,9 +48,7 @@ def told(reuse: Reuse) -> str:
     return "\n".join(explain(reuse, str))
 
 
-def test_the_first_answer_reads_what_no_model_had_read(
-    checkpoint: Path, tmp_path: Path, store: SessionStore, document: Path
-) -> None:
+def test_the_first_answer_reads_what_no_model_had_read(checkpoint, tmp_path, store, document):
     """It was said to be read again, as it was never kept: a process might have been killed."""
     host = tiny_host(checkpoint, store, kept=tmp_path / "kv")
 

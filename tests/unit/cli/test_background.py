@@ -35,7 +35,7 @@ from kvchat.remote.questions import require_own_socket
 from kvchat.server.idle import IdleWatch
 from kvchat.server.serving import private_socket
 from support.clock import Clock
-from support.commands import Shell, objects
+from support.commands import objects
 
 SERVER = ServerFacts("http://127.0.0.1:5", "", "coder", 32_768)
 # Prints what it was given, as a client that does nothing else.
@@ -108,9 +108,7 @@ def test_a_number_of_another_process_is_not_the_servers(tmp_path: Path) -> None:
         assert bool(all_servers(tmp_path)) is is_there
 
 
-def test_a_server_that_is_suspended_is_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_suspended_is_said_to_be(tmp_path, monkeypatch, capsys):
     """`ps` waited 5 s for it and showed "?", `stop` took it for another process, and a prompt
     waited for it too."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -151,9 +149,7 @@ def test_a_clients_own_prompt_is_cached_once_warm_has_read_it(tmp_path: Path) ->
     assert not launch._has_read(settings, tmp_path, SERVER)
 
 
-def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(tmp_path, monkeypatch, capsys):
     """Without --warm every session was told that the prompt is still to be read."""
     program = tmp_path / CLIENTS["codex"].program
     program.write_text("#!/bin/sh\n")
@@ -175,9 +171,7 @@ def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(
     assert told.rstrip().endswith("its own prompt of about 6,000 tokens comes from the cache")
 
 
-def test_a_servers_socket_is_the_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_servers_socket_is_the_users_alone(tmp_path, monkeypatch):
     """Whoever reaches it reads every conversation's beginning, and spends the machine's time."""
     path = tmp_path / "own" / "x.sock"
     private_socket(str(path)).close()  # leaves its file, as a server that was killed does
@@ -214,9 +208,7 @@ def test_a_model_file_that_is_replaced_is_another_model(tmp_path: Path) -> None:
     assert stale.is_stale
 
 
-def test_models_kept_loaded_make_room_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_kept_loaded_make_room_for_another(tmp_path, monkeypatch):
     """The oldest goes first, one that the user started never, and none where memory is left."""
     servers = [RunningServer(Address("", socket="x"), n, n, is_spare=n != 2) for n in (1, 2, 3, 4)]
     ended: list[int] = []
@@ -285,9 +277,7 @@ def test_a_server_that_cannot_start_is_told_where_one_was_asked_for(
     assert capsys.readouterr().err.count("Cannot use the directory.") == num_told
 
 
-def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
-    shell: Shell, tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(shell, tiny, monkeypatch):
     programs = shell.home / "programs"
     programs.mkdir()
     (programs / "llm").write_text(CLIENT)
@@ -327,9 +317,7 @@ def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
     assert all(stat.S_IMODE(path.stat().st_mode) in (0o600, 0o700) for path in files)
 
 
-def test_a_context_that_a_clients_own_prompt_fills_is_refused(
-    shell: Shell, tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_that_a_clients_own_prompt_fills_is_refused(shell, tiny, monkeypatch):
     programs = shell.home / "programs"
     programs.mkdir()
     (programs / "codex").write_text("#!/bin/sh\n")

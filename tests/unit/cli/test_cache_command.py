@@ -17,7 +17,7 @@ from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, ObjectCache
 from support.commands import ROOT, Shell
 from support.direct_shell import DirectShell
 from support.failing_files import Faults
-from support.fork_server import ForkedShell, ForkServer
+from support.fork_server import ForkedShell
 from support.pack_chains import LAYOUT
 from support.pty_screen import PtyScreen
 from support.stored_packs import StoredPacks, stored_packs
@@ -77,9 +77,7 @@ def test_the_tree_shows_branches_and_counts(shell: Shell, store: StoredPacks) ->
     assert shell.run("cache", "tree", PYTHONIOENCODING="ascii").stdout.isascii()
 
 
-def test_verifying_fails_once_where_something_was_damaged(
-    direct: DirectShell, store: StoredPacks
-) -> None:
+def test_verifying_fails_once_where_something_was_damaged(direct, store):
     assert direct.run("cache", "verify").stdout == b"5 packs read, none is damaged.\n"
     store.damage()
     store.spoil_table()
@@ -98,9 +96,7 @@ def test_the_limit_is_kept_when_asked(direct: DirectShell, store: StoredPacks) -
     assert b"nothing is kept" in direct.run("cache").stdout
 
 
-def test_a_script_that_clears_says_that_it_means_it(
-    direct: DirectShell, store: StoredPacks
-) -> None:
+def test_a_script_that_clears_says_that_it_means_it(direct, store):
     refused = direct.run("cache", "clear", stdin=b"yes\n")
     assert refused.returncode == 2
     assert refused.stderr.count(b"\n") == 1
@@ -116,9 +112,7 @@ def test_a_script_that_clears_says_that_it_means_it(
 
 
 @pytest.mark.parametrize(("typed", "is_kept"), [("", True), ("n", True), ("y", False)])
-def test_a_person_is_asked(
-    shell: Shell, store: StoredPacks, typed: str, is_kept: bool, fork_server: ForkServer
-) -> None:
+def test_a_person_is_asked(shell, store, typed, is_kept, fork_server):
     asked = ("kvchat", ("cache", "clear"))
     screen = PtyScreen(fork_server, *asked, environment=shell.environment, columns=200)
     with closing(screen):
@@ -135,9 +129,7 @@ def test_the_path_is_all_that_path_prints(direct: DirectShell) -> None:
 
 
 @pytest.mark.parametrize("deed", [["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]])
-def test_no_store_is_fine_and_an_unusable_one_is_one_sentence(
-    direct: DirectShell, deed: list[str]
-) -> None:
+def test_no_store_is_fine_and_an_unusable_one_is_one_sentence(direct, deed):
     missing = direct.run("cache", *deed)
     assert (missing.returncode, missing.stderr) == (0, b"")
     assert not (direct.home / ".cache/kvchat").exists()
@@ -262,9 +254,7 @@ def test_the_doctor_looks_at_it(shell: Shell, store: StoredPacks) -> None:
     assert b"`kvchat cache verify` drops what is damaged." in done.stdout
 
 
-def test_what_an_earlier_kvchat_left_is_said_to_be_left_alone(
-    direct: DirectShell, store: StoredPacks
-) -> None:
+def test_what_an_earlier_kvchat_left_is_said_to_be_left_alone(direct, store):
     older = store.directory / ("0b" * 16)
     older.mkdir()
     (older / "cache.db").write_bytes(b"of an earlier version")
@@ -313,9 +303,7 @@ def test_the_doctor_says_when_nothing_can_be_kept(direct: DirectShell, tmp_path:
 
 @pytest.mark.parametrize("command", [("cache",), ("sessions",), ("sessions", "list")], ids=str)
 @pytest.mark.parametrize("flag", ["--kv-dtype", "--dtype", "--weights", "--block-size"])
-def test_how_kv_is_made_counts_where_it_stands_before_the_command(
-    direct: DirectShell, flag: str, command: tuple[str, ...]
-) -> None:
+def test_how_kv_is_made_counts_where_it_stands_before_the_command(direct, flag, command):
     """What is ready depends on it."""
     done = direct.run(flag, "3", *command)
 

@@ -148,9 +148,7 @@ def test_config_shows_what_a_chat_would_use(direct: DirectShell) -> None:
 
 
 @pytest.mark.parametrize(("code", "told"), [(0, ""), (130, ""), (3, "Error 3"), (143, "Error 143")])
-def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(
-    tmp_path: Path, code: int, told: str
-) -> None:
+def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(tmp_path, code, told):
     """`make chat` ended with "make: *** Error 130" after Ctrl-C twice."""
     (tmp_path / "kvchat").write_text(f"exit {code}\n")
     stamp = tmp_path / "installed"
@@ -180,9 +178,7 @@ def test_a_flag_that_does_not_exist_is_named(direct: DirectShell, typed: tuple[s
     assert b"No such option: --temp" in done.stderr
 
 
-def test_a_conversation_keeps_a_models_path_and_the_name_of_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_keeps_a_models_path_and_the_name_of_the_demo(tmp_path, monkeypatch):
     """With a directory `demo` where one is, -m demo is still the shipped model."""
     for name in ("demo", "tiny"):
         (tmp_path / name).mkdir()

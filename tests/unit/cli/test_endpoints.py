@@ -39,9 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_named_server_has_its_model_and_key(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_server_has_its_model_and_key(config, monkeypatch):
     monkeypatch.setenv("WORK_KEY", "secret")
     address = endpoint_address("work", "", config)
 
@@ -120,9 +118,7 @@ def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "adapter", "draft", "cache_dir"])
-def test_a_relative_path_names_what_is_in_its_own_directory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_names_what_is_in_its_own_directory(name, tmp_path, monkeypatch):
     """A chat with `--adapter lora` in one project was answered with the `lora` of another one."""
     for project in ("one", "other"):
         (tmp_path / project / "lora").mkdir(parents=True)
@@ -237,9 +233,7 @@ def screen_on(fake: FakeServer, fork_server: ForkServer, home: Path) -> Iterator
         yield chat
 
 
-def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(tmp_path, fork_server):
     """/context, the toolbar and /file gave four characters a token as a count."""
     (tmp_path / "note.txt").write_text("word " * 40)
     listed = {"/v1/models": models("m", "someone", context_length=4096)}
@@ -254,9 +248,7 @@ def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
         assert chat.enter("/exit").finish() == 0
 
 
-def test_the_screen_says_nothing_that_the_server_does_not_tell(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path, fork_server):
     """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
     on this machine.
     """

@@ -23,9 +23,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(path), str(save_checkpoint(place / "twin", model))
 
 
-def test_three_turns_equal_the_twins_and_a_restart_finds_the_kv(
-    shell: Shell, twins: tuple[str, str]
-) -> None:
+def test_three_turns_equal_the_twins_and_a_restart_finds_the_kv(shell, twins):
     lines = (*FLAGS, "--input-format", "lines", "--json")
     runs = [shell.patient.run("-m", twins[0], *lines, stdin=SAID)]
     [first] = (path.stem for path in shell.sessions)  # ids of one second have no order
@@ -55,9 +53,7 @@ def test_models_info_describes_a_gguf_file(shell: Shell, twins: tuple[str, str])
     assert "drafts" not in facts
 
 
-def test_a_file_with_a_head_for_the_next_token_answers_with_and_without_it(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_a_file_with_a_head_for_the_next_token_answers_with_and_without_it(shell, tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf_with_head(path, "glm4_moe", "Q8_0")
 

@@ -26,9 +26,7 @@ def test_incognito_changes_no_file_at_all(shell: Shell, tiny: str) -> None:
     assert len(SessionStore(shell.home / ".local/share/kvchat/sessions").ids()) == 1
 
 
-def test_without_a_cache_every_turn_is_read_whole_and_no_kv_is_kept(
-    shell: Shell, tiny: str
-) -> None:
+def test_without_a_cache_every_turn_is_read_whole_and_no_kv_is_kept(shell, tiny):
     lines = ("-m", tiny, *GREEDY, "--input-format", "lines", "--json")
     said = b"I like ships.\nDo you?\n"
     warm = shell.run(*lines, stdin=said)

@@ -114,9 +114,7 @@ def test_nothing_is_logged_after_the_log_is_closed(log: Path) -> None:
     assert not log.exists()
 
 
-def test_debug_logs_more_and_to_stderr_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_logs_more_and_to_stderr_too(tmp_path, capsys):
     open_log(tmp_path, is_debug=True)
     try:
         logging.getLogger("kvchat.model").debug("a detail")
@@ -127,9 +125,7 @@ def test_debug_logs_more_and_to_stderr_too(
     assert "a detail" in capsys.readouterr().err
 
 
-def test_an_unexpected_error_leaves_its_traceback_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_error_leaves_its_traceback_in_the_log(tmp_path, monkeypatch, capsys):
     from kvchat.cli import app, main
 
     def fail(*_: object, **__: object) -> None:
@@ -148,12 +144,7 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_log(
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "doctor"], ["doctor", "--debug"]])
-def test_debug_is_known_before_and_after_a_commands_name(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_debug_is_known_before_and_after_a_commands_name(arguments, tmp_path, monkeypatch, capsys):
     """Every command may fail and name `--debug`; `kvchat bench --debug` was once unknown."""
     from kvchat.cli import app, main
 

@@ -5,7 +5,6 @@ import io
 import pytest
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.cli.output import Notices, TextWriter
@@ -26,15 +25,7 @@ from support.scripted_engine import scripted_build
         ("", None, "", "the answer is empty", 0),
     ],
 )
-def test_an_empty_output_is_never_silent(
-    model: ChatModel,
-    said: str,
-    most: int | None,
-    stdout: str,
-    stderr: str,
-    code: int,
-    is_quiet: bool,
-) -> None:
+def test_an_empty_output_is_never_silent(model, said, most, stdout, stderr, code, is_quiet):
     """A script that took the output for the answer went on with nothing, and exit code 0."""
     host = ChatHost(model, scripted_build(model, lambda *_: Answer(said)), None)
     controller = ChatController(host, lambda *_: host, None, AskOptions(max_tokens=most))

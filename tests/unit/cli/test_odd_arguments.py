@@ -3,7 +3,6 @@
 import json
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell, objects
 from support.direct_shell import DirectShell
-from support.fork_server import ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "4")
 
@@ -25,9 +23,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "4")
         ("/copy \u00b2", b"messages with an answer here are 1."),
     ],
 )
-def test_an_odd_argument_leaves_the_rest_of_a_script_alone(
-    shell: Shell, tiny: str, line: str, sentence: bytes
-) -> None:
+def test_an_odd_argument_leaves_the_rest_of_a_script_alone(shell, tiny, line, sentence):
     """Each ended the whole run with "This is a bug"."""
     done = shell.run(
         "-m", tiny, *GREEDY, "--input-format", "lines", stdin=f"one\n{line}\ntwo\n".encode()
@@ -47,9 +43,7 @@ def test_a_directory_of_nobody_is_named(direct: DirectShell) -> None:
     assert direct.run("-m", "~nobody-of-that-name/x", "-p", "x").returncode == 3
 
 
-def test_what_a_foreign_file_says_does_not_act_on_the_terminal(
-    direct: DirectShell, tmp_path: Path
-) -> None:
+def test_what_a_foreign_file_says_does_not_act_on_the_terminal(direct, tmp_path):
     """Errors and `models info` passed escape sequences on as the file had them."""
     checkpoint = save_checkpoint(tmp_path / "evil", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
@@ -67,9 +61,7 @@ def test_what_a_foreign_file_says_does_not_act_on_the_terminal(
             assert sanitize(stream) == stream, arguments
 
 
-def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
-    shell: Shell, tiny: str
-) -> None:
+def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(shell, tiny):
     """--system was ignored without a word, and so were --file and --title."""
     own = [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]
     requests = [
@@ -92,9 +84,7 @@ def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
 
 
 @pytest.mark.parametrize("form", ["prompt", "lines", "batch"])
-def test_a_model_that_takes_too_long_to_load_ends_with_124(
-    form: str, shell: ForkedShell, tiny: str
-) -> None:
+def test_a_model_that_takes_too_long_to_load_ends_with_124(form, shell, tiny):
     """The limit was one on the answer alone: a script waited for a slow disk without end."""
     given = {
         "prompt": (("-p", "Hi"), b""),
@@ -116,9 +106,7 @@ def test_a_model_that_takes_too_long_to_load_ends_with_124(
 @pytest.mark.parametrize(
     ("name", "value"), [("stop", ""), ("timeout", "inf"), ("temperature", "nan")]
 )
-def test_no_setting_is_kept_that_every_start_would_refuse(
-    direct: DirectShell, name: str, value: str
-) -> None:
+def test_no_setting_is_kept_that_every_start_would_refuse(direct, name, value):
     """`config set timeout inf` wrote a file that not even `config unset` could read."""
     assert direct.run("config", "set", name, value).returncode == 2
     assert direct.run("config", "show").returncode == 0
@@ -199,9 +187,7 @@ def test_a_value_may_hold_an_equals_sign(shell: Shell, tiny: str) -> None:
     assert "System prompt: set the table=now" in told
 
 
-def test_a_system_prompt_is_read_from_a_file_and_samples_are_told_apart(
-    direct: DirectShell, tiny: str
-) -> None:
+def test_a_system_prompt_is_read_from_a_file_and_samples_are_told_apart(direct, tiny):
     """-s took "@prompt.txt" for the prompt itself, and two answers had a blank line between."""
     (direct.home / "prompt.txt").write_text(" Be brief.\n")
     asked = ("-m", tiny, *GREEDY, "-p", "x", "-n", "2")

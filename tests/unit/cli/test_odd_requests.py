@@ -46,9 +46,7 @@ def test_a_value_that_is_none_is_named(line: str, sentence: str) -> None:
         ('{"id": 7, "prompt": "x"', {"line": 2}),
     ],
 )
-def test_whoever_sent_what_is_no_request_can_tell_which(
-    line: str, label: dict[str, object]
-) -> None:
+def test_whoever_sent_what_is_no_request_can_tell_which(line, label):
     """The error object had no id, though only another field was wrong."""
     [bad] = read_requests(io.BytesIO(f"\n{line}".encode()))
 

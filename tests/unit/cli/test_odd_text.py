@@ -68,9 +68,7 @@ def test_a_tokenizer_that_fails_is_told(shell: Shell, odd: Path, name: str) -> N
     ],
     ids=["nested", "endless"],
 )
-def test_a_template_out_of_bounds_is_told(
-    shell: Shell, odd: Path, source: str, flags: tuple[str, ...], code: int, sentence: str
-) -> None:
+def test_a_template_out_of_bounds_is_told(shell, odd, source, flags, code, sentence):
     (odd / "chat_template.jinja").write_text(source)
 
     done = shell.run("-m", str(odd), "-p", "x", *flags)
@@ -80,9 +78,7 @@ def test_a_template_out_of_bounds_is_told(
     assert done.stderr.count(b"\n") == 1
 
 
-def test_ten_megabytes_are_refused_in_a_sentence_whichever_way_they_come(
-    shell: Shell, tiny: str
-) -> None:
+def test_ten_megabytes_are_refused_in_a_sentence_whichever_way_they_come(shell, tiny):
     long = TEN_MEGABYTES.decode()
     said = {"role": "user", "content": long}
     requests = [

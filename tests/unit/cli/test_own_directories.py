@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ def no_places_of_the_tester(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "set_library_environment", lambda: None)
 
 
-def test_own_directories_that_exist_are_closed_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_directories_that_exist_are_closed_to_others(tmp_path, monkeypatch):
     """An earlier version had made ~/.cache/kvchat for all to read."""
     monkeypatch.setenv("HOME", str(tmp_path))
     own = [tmp_path / part / "kvchat" for part in (".cache", ".config", ".local/share")]
@@ -36,9 +33,7 @@ def test_own_directories_that_exist_are_closed_to_others(
 
 
 @pytest.mark.parametrize("home", [None, "", "relative"])
-def test_a_command_runs_without_a_home(
-    home: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_runs_without_a_home(home, monkeypatch, capsys):
     """It ended in a traceback, whatever it was."""
     monkeypatch.setenv("HOME", home or "")
     if home is None:

@@ -61,9 +61,7 @@ def test_the_server_of_a_conversation_is_asked_again_and_no_other(tmp_path: Path
     assert "endpoint" not in local.of_model("/models/coder.gguf")
 
 
-def test_a_conversation_of_an_earlier_version_takes_no_draft_of_another_model(
-    tmp_path: Path,
-) -> None:
+def test_a_conversation_of_an_earlier_version_takes_no_draft_of_another_model(tmp_path):
     configured = _settings('draft = "small"\n', tmp_path)
     assert configured.in_conversation("/models/coder.gguf", None)["draft"] is None
     assert configured.in_conversation("demo", None)["draft"] == "small"
@@ -80,9 +78,7 @@ def test_a_model_that_is_gone_is_asked_for(tmp_path: Path) -> None:
         with_model_of(_settings(incognito=True), gone, {})
 
 
-def test_the_file_name_of_a_model_that_was_used_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_name_of_a_model_that_was_used_names_it(tmp_path, monkeypatch):
     """A model was named by its whole path every time."""
     monkeypatch.setattr("kvchat.cli.model_names.memory_of", lambda settings: memory)
     memory, path = FactMemory(), tmp_path / "coder-q4.gguf"

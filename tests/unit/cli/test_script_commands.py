@@ -32,7 +32,6 @@ from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.commands import Shell
-from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build
@@ -170,9 +169,7 @@ def test_a_full_context_is_compacted_and_goes_on(run_lines: RunLines, first: str
 
 
 @pytest.mark.parametrize("max_context", [1500, 320])
-def test_without_a_summary_the_oldest_messages_are_left_out_and_it_is_said(
-    run_lines: RunLines, max_context: int
-) -> None:
+def test_without_a_summary_the_oldest_messages_are_left_out_and_it_is_said(run_lines, max_context):
     ran = run_lines("one", "fill", "/compact a refusal", "Rex?", max_context=max_context)
 
     why = "wrote no summary" if max_context == 1500 else "no room for a summary"
@@ -182,9 +179,7 @@ def test_without_a_summary_the_oldest_messages_are_left_out_and_it_is_said(
     assert ran.code == 0
 
 
-def test_a_conversation_that_can_go_on_is_not_cut_for_want_of_a_summary(
-    run_lines: RunLines,
-) -> None:
+def test_a_conversation_that_can_go_on_is_not_cut_for_want_of_a_summary(run_lines):
     ran = run_lines("one", "/compact a refusal", "Rex?")
 
     assert ran.code == 2
@@ -238,9 +233,7 @@ def test_drafts_are_switched_and_told_of(run_lines: RunLines) -> None:
         ("one|two|/edit 1 three words|four", ["three words", "four"], {"one", "two"}),
     ],
 )
-def test_commands_move_about_as_they_do_for_a_person(
-    run_lines: RunLines, lines: str, path: list[str], others: set[str]
-) -> None:
+def test_commands_move_about_as_they_do_for_a_person(run_lines, lines, path, others):
     """A script has no prompt to edit in: "1 three" was taken as the number of a message."""
     ran = run_lines(*lines.split("|"))
 
@@ -278,9 +271,7 @@ def test_what_only_looks_like_a_command_is_a_message(run_lines: RunLines, text: 
     assert ran.stdout == f"You said {text!r} (0).\n"
 
 
-def test_an_unknown_command_is_answered_with_the_closest_and_the_rest_goes_on(
-    run_lines: RunLines,
-) -> None:
+def test_an_unknown_command_is_answered_with_the_closest_and_the_rest_goes_on(run_lines):
     ran = run_lines("/hepl", "one")
 
     assert ran.code == 2
@@ -307,9 +298,7 @@ def test_a_worse_failure_decides_the_code(run_lines: RunLines) -> None:
         ("/spec banana", "banana is unknown here."),
     ],
 )
-def test_what_a_script_cannot_have_is_said_in_a_sentence(
-    run_lines: RunLines, line: str, sentence: str
-) -> None:
+def test_what_a_script_cannot_have_is_said_in_a_sentence(run_lines, line, sentence):
     ran = run_lines("one", line)
 
     assert ran.code == 2
@@ -320,9 +309,7 @@ def test_what_a_script_cannot_have_is_said_in_a_sentence(
     assert ran.stdout == "You said 'one' (0).\n"
 
 
-def test_exit_ends_the_run_and_the_prompt_of_the_command_line_is_a_message(
-    run_lines: RunLines,
-) -> None:
+def test_exit_ends_the_run_and_the_prompt_of_the_command_line_is_a_message(run_lines):
     assert run_lines("/exit", "never", last="neither").stdout == ""
     assert run_lines("one", last="/exit").stdout.endswith("You said '/exit' (0).\n")
 
@@ -371,9 +358,7 @@ def test_trouble_with_the_disk_is_told_once_on_stderr_unless_quiet(run_lines: Ru
     assert run_lines(*lines, quiet=True).stderr == ""
 
 
-def test_a_script_looks_after_the_store_as_a_person_does(
-    run_lines: RunLines, tmp_path: Path
-) -> None:
+def test_a_script_looks_after_the_store_as_a_person_does(run_lines, tmp_path):
     kept = StoreAdmin(stored_packs(tmp_path / "kv").directory)
 
     deeds = ("/cache", "/cache verify", "/cache gc", "/cache path", "/cache clear")
@@ -408,9 +393,7 @@ def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> 
     assert b"kvchat: Line 4 of the input: There is no command /nosuchthing." in done.stderr
 
 
-def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(
-    shell: Shell, tiny: str, fork_server: ForkServer
-) -> None:
+def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(shell, tiny, fork_server):
     asked = ("-m", tiny, "--max-tokens", "4", "--input-format", "lines", "-p", "one", "--stats")
     with closing(PtyScreen(fork_server, "kvchat", asked, environment=shell.environment)) as chat:
         chat.wait_for("first token")
@@ -443,9 +426,7 @@ def test_a_conversation_is_resumed_with_the_model_that_it_had(run_lines: RunLine
     assert ran.store.read(first.store.latest()).model == "/models/coder.gguf"
 
 
-def test_a_conversation_goes_on_with_the_model_here_where_its_own_fails(
-    run_lines: RunLines,
-) -> None:
+def test_a_conversation_goes_on_with_the_model_here_where_its_own_fails(run_lines):
     first = run_lines("one", here="missing-later")
     session_id = first.store.latest()
     path = first.store.directory / f"{session_id}.jsonl"

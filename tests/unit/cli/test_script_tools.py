@@ -26,7 +26,6 @@ from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
-from support.commands import Shell
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build
 
@@ -117,9 +116,7 @@ def test_an_allowed_tool_runs_and_the_last_answer_follows(answered: Answered) ->
     assert 'read_file(path="a.txt")' in stderr
 
 
-def test_a_tool_that_is_not_allowed_is_refused_with_the_flag_that_allows_it(
-    answered: Answered,
-) -> None:
+def test_a_tool_that_is_not_allowed_is_refused_with_the_flag_that_allows_it(answered):
     stdout, stderr = answered()
 
     assert "the user does not allow this call" in stdout
@@ -184,9 +181,7 @@ def test_the_time_of_an_answer_ends_the_tools_of_it_too(answered: Answered) -> N
     ]
 
 
-def test_the_calls_of_a_batch_are_run_and_each_result_goes_to_its_request(
-    answered: Answered, tmp_path: Path
-) -> None:
+def test_the_calls_of_a_batch_are_run_and_each_result_goes_to_its_request(answered, tmp_path):
     """A batch offered no tools, and at first did not say so."""
     requests = (
         parse_request({"id": 1, "prompt": "read it"}, 1),
@@ -230,9 +225,7 @@ def test_a_question_aside_runs_no_tools(answered: Answered) -> None:
     assert "read_file" not in stderr
 
 
-def test_a_model_whose_template_takes_no_tools_is_refused_where_the_flag_asks(
-    shell: Shell,
-) -> None:
+def test_a_model_whose_template_takes_no_tools_is_refused_where_the_flag_asks(shell):
     ran = shell.run("--tools", "-p", "hi")
 
     assert ran.returncode == 2

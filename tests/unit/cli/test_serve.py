@@ -21,9 +21,7 @@ def asked(server: ServerProcess) -> Any:
     return server.fetch("/v1/chat/completions", body)["usage"]["kvchat"]
 
 
-def test_a_server_keeps_what_it_read_and_chats_use_its_engine(
-    shell: ForkedShell, tiny: str
-) -> None:
+def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell, tiny):
     small = ("-m", tiny, "--name", "small")
     with served(shell.patient, *small) as server:
         first = asked(server)
@@ -46,9 +44,7 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(
     assert {path.stat().st_mode & 0o77 for path in shell.home.rglob("answers.db*")} == {0}
 
 
-def test_a_server_that_reuses_nothing_says_so_behind_its_name_too(
-    shell: ForkedShell, tiny: str
-) -> None:
+def test_a_server_that_reuses_nothing_says_so_behind_its_name_too(shell, tiny):
     """`--no-cache` was known before `serve` only, and an error behind it."""
     with served(shell.patient, "-m", tiny, "--name", "small", "--no-cache") as server:
         told = [asked(server) for _ in range(2)]
@@ -58,9 +54,7 @@ def test_a_server_that_reuses_nothing_says_so_behind_its_name_too(
     assert not list(shell.home.rglob("answers.db*"))
 
 
-def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_only(
-    shell: ForkedShell, tiny: str
-) -> None:
+def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_only(shell, tiny):
     int8 = ("--kv-dtype", "int8")
     ask = ("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json")
     small = ("-m", tiny, "--name", "small", *int8)
@@ -89,9 +83,7 @@ def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_on
         ),
     ],
 )
-def test_an_address_that_cannot_be_used_is_a_usage_error(
-    shell: ForkedShell, arguments: tuple[str, ...], sentence: bytes
-) -> None:
+def test_an_address_that_cannot_be_used_is_a_usage_error(shell, arguments, sentence):
     done = shell.run("serve", *arguments)
 
     assert done.returncode == 2

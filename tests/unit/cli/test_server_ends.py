@@ -46,9 +46,7 @@ def chat_of(home: ForkedShell, model: str, *arguments: str) -> PtyScreen:
     return chat.wait_for("/help for help")
 
 
-def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
-    home: ForkedShell, endless: str, server: ServerProcess
-) -> None:
+def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(home, endless, server):
     with closing(chat_of(home, endless, "--max-tokens", "8")) as chat:
         chat.enter("one two three").wait_for("first token")
         chat.type("four fi")
@@ -62,9 +60,7 @@ def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
         assert chat.enter("/exit").finish() == 0
 
 
-def test_a_chat_joins_the_server_that_has_come_instead(
-    home: ForkedShell, endless: str, server: ServerProcess
-) -> None:
+def test_a_chat_joins_the_server_that_has_come_instead(home, endless, server):
     """The second server used the first one's engine, and when that ended its own, for ever."""
     with closing(chat_of(home, endless, "--max-tokens", "8")) as chat:
         chat.enter("one two three").wait_for("first token")
@@ -79,9 +75,7 @@ def test_a_chat_joins_the_server_that_has_come_instead(
 
 
 @pytest.mark.parametrize("how", spread([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
-def test_half_an_answer_is_kept_and_can_be_continued(
-    home: ForkedShell, endless: str, server: ServerProcess, how: signal.Signals
-) -> None:
+def test_half_an_answer_is_kept_and_can_be_continued(home, endless, server, how):
     with closing(chat_of(home, endless)) as chat:
         chat.enter("one two three").wait_for(lambda _: bool(re.search(r"\d tokens", chat.shown)))
         server.process.send_signal(how)

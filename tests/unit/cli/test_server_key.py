@@ -95,9 +95,7 @@ def test_a_key_on_the_command_line_is_taken_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_key_in_a_file_or_in_the_environment_is_taken_in_silence(
-    tmp_path: Path, is_local: bool
-) -> None:
+def test_a_key_in_a_file_or_in_the_environment_is_taken_in_silence(tmp_path, is_local):
     (tmp_path / "key").write_text("sesame\n")
     told = Told()
 
@@ -116,9 +114,7 @@ def test_everybody_of_this_machine_may_be_let_in_and_nobody_else() -> None:
     ("content", "error"),
     [(None, UnreadableFile), (b"\n", UsageError), (b"a\nb", UsageError), (b"\xff", UnreadableFile)],
 )
-def test_a_bad_file_is_an_error(
-    tmp_path: Path, content: bytes | None, error: type[Exception]
-) -> None:
+def test_a_bad_file_is_an_error(tmp_path, content, error):
     if content is not None:
         (tmp_path / "key").write_bytes(content)
 

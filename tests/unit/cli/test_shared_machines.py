@@ -1,22 +1,18 @@
 """The shared cache from the command line: two homes are two machines, a directory is the store."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from kvchat.cli import shared_cache
 from support.commands import Shell
 from support.direct_shell import DirectShell
-from support.fork_server import ForkedShell
 
 MANUAL = "Of the twelve ships in the harbour three are red and nine are blue. " * 4
 KEY = {"KVCHAT_SHARED_KEY": "a secret of the team"}
 
 
-def test_what_one_machine_read_comes_home_to_another(
-    shell: ForkedShell, tiny: str, tmp_path: Path
-) -> None:
+def test_what_one_machine_read_comes_home_to_another(shell, tiny, tmp_path):
     """`prefill` and `push` write to the store, `pull` brings it to a disk that has none of it."""
     store = {**KEY, "KVCHAT_SHARED_CACHE": f"file://{tmp_path}/nas"}
     (tmp_path / "other").mkdir()
@@ -71,9 +67,7 @@ def test_what_one_machine_read_comes_home_to_another(
         ),
     ],
 )
-def test_what_cannot_be_shared_is_one_sentence(
-    direct: DirectShell, arguments: tuple[str, ...], variables: dict[str, str], told: str
-) -> None:
+def test_what_cannot_be_shared_is_one_sentence(direct, arguments, variables, told):
     done = direct.run(*arguments, **variables)
 
     assert done.returncode
@@ -81,9 +75,7 @@ def test_what_cannot_be_shared_is_one_sentence(
     assert len(done.stderr.decode().splitlines()) == 1
 
 
-def test_a_missing_package_is_said_at_once(
-    direct: DirectShell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_said_at_once(direct, monkeypatch):
     """A short answer had ended before the store was opened, and nothing was said."""
     monkeypatch.setattr(shared_cache, "find_spec", lambda package: None)
 

@@ -117,9 +117,7 @@ def test_a_signal_ends_a_batch_that_nobody_reads(shell: ForkedShell, endless: st
         [("lines", b"Hello\nmore\n")],
     ),
 )
-def test_a_time_limit_ends_an_answer_that_nobody_reads(
-    shell: ForkedShell, endless: str, form: str, stdin: bytes
-) -> None:
+def test_a_time_limit_ends_an_answer_that_nobody_reads(shell, endless, form, stdin):
     """The limit ended the answer, and the program waited for its reader without end."""
     flags = ["-m", endless, *GREEDY, "--input-format", form, "--output-format", "stream-json"]
     try:
@@ -210,9 +208,7 @@ def unwritable(request: pytest.FixtureRequest) -> Iterator[int | None]:
         os.close(end)
 
 
-def test_an_unwritable_stderr_costs_no_answer(
-    shell: ForkedShell, tiny: str, unwritable: int | None
-) -> None:
+def test_an_unwritable_stderr_costs_no_answer(shell, tiny, unwritable):
     """What stderr refused was taken for a failed answer: exit code 1, or 141."""
     done = shell.run(
         *("-m", tiny, *GREEDY, "-p", "Hi", "--stats", "--max-tokens", "4"),
@@ -225,9 +221,7 @@ def test_an_unwritable_stderr_costs_no_answer(
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
-def test_an_unwritable_stderr_changes_no_code(
-    shell: ForkedShell, tiny: str, redirection: str
-) -> None:
+def test_an_unwritable_stderr_changes_no_code(shell, tiny, redirection):
     """Not a fork, for Python itself writes to stderr once more where torch has not been loaded."""
     command = shlex.join(shell.command("-m", tiny, *GREEDY, "-p", ""))
     done = subprocess.run(

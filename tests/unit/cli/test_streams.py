@@ -26,9 +26,7 @@ def run(
 
 
 @pytest.mark.parametrize("closed", [[0], [1], [0, 1, 2]])
-def test_a_closed_stream_keeps_no_prompt_from_its_answer(
-    shell: ForkedShell, tiny: str, closed: list[int]
-) -> None:
+def test_a_closed_stream_keeps_no_prompt_from_its_answer(shell, tiny, closed):
     # With -p given, "Standard input is closed. Give a prompt with -p." was said; with stdout
     # closed, that an AttributeError was a bug, and then nothing: the answer was lost with exit 0.
     asked = ("-m", tiny, *GREEDY, "-p", "hi", "-q")

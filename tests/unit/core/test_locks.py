@@ -40,26 +40,20 @@ def test_a_lock_is_ours_until_its_file_is_closed(descriptor: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_not_another_process(
-    code: int, descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_not_another_process(code, descriptor, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(code))
 
     assert try_lock(descriptor) is Lock.NONE
 
 
-def test_an_interrupted_attempt_is_made_again(
-    descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_attempt_is_made_again(descriptor, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(errno.EINTR, times=3))
 
     assert try_lock(descriptor) is Lock.OURS
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EINTR])
-def test_a_failing_disk_is_told(
-    code: int, descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_is_told(code, descriptor, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(code))
 
     with pytest.raises(OSError, match=os.strerror(code)):

@@ -137,9 +137,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
         open_private(tmp_path / "pipe", CREATE)
 
 
-def test_a_relative_path_holds_in_other_directories(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_holds_in_other_directories(tmp_path, monkeypatch):
     """`-m ../model` was kept with the conversation: elsewhere, /model ../model found nothing."""
     (tmp_path / "model").mkdir()
     (tmp_path / "here").mkdir()
@@ -175,9 +173,7 @@ def test_home_is_that_of_the_users_entry_where_none_is_set(home: str | None) -> 
     assert environment["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
 
 
-def test_a_user_without_any_home_is_told_so_when_something_is_saved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_user_without_any_home_is_told_so_when_something_is_saved(monkeypatch):
     def unknown(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)
 
@@ -220,9 +216,7 @@ def test_threads_of_one_process_replace_a_file_without_losing_it(tmp_path: Path)
     assert mode(path) == 0o600
 
 
-def test_a_file_that_cannot_be_replaced_stays_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
     path = tmp_path / "memory.json"
     replace_private(path, b"old")
 

@@ -57,9 +57,7 @@ def generate(engine: Engine, prompt: tuple[int, ...], count: int) -> list[int]:
         [("float32", "bfloat16"), ("bfloat16", "auto"), ("float16", "float32")],
     ),
 )
-def test_every_mixture_of_dtypes_runs_and_agrees_roughly(
-    checkpoint: Path, dtype: str, kv_dtype: str
-) -> None:
+def test_every_mixture_of_dtypes_runs_and_agrees_roughly(checkpoint, dtype, kv_dtype):
     cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=kv_dtype)
     built = assemble(checkpoint, dtype, cache)
     prompt = tuple(range(5, 45))
@@ -86,9 +84,7 @@ def test_every_mixture_of_dtypes_runs_and_agrees_roughly(
         [("float32", "int8"), ("bfloat16", "k8v4")],
     ),
 )
-def test_coded_kv_runs_with_every_dtype_and_agrees_roughly(
-    checkpoint: Path, dtype: str, code: str
-) -> None:
+def test_coded_kv_runs_with_every_dtype_and_agrees_roughly(checkpoint, dtype, code):
     cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=code)
     built, prompt = assemble(checkpoint, dtype, cache), tuple(range(5, 45))
 
@@ -123,9 +119,7 @@ def unread_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_read_weights", read)
 
 
-def test_a_model_without_kv_is_refused_a_code_before_its_weights_are_read(
-    tmp_path: Path, unread_weights: None
-) -> None:
+def test_a_model_without_kv_is_refused_a_code_before_its_weights_are_read(tmp_path, unread_weights):
     directory = tmp_path / "model"
     every_model(every_config("mamba")).save_pretrained(directory)
 
@@ -135,9 +129,7 @@ def test_a_model_without_kv_is_refused_a_code_before_its_weights_are_read(
     assert caught.value.hint == "Use --kv-dtype auto."
 
 
-def test_an_engine_around_a_loaded_model_refuses_heads_that_a_code_does_not_take(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_around_a_loaded_model_refuses_heads_that_a_code_does_not_take(tmp_path):
     loaded = assemble(save_checkpoint(tmp_path, tiny_model("llama", head_dim=24))).loaded
 
     with pytest.raises(ModelError, match="its heads of 24 numbers are no multiple of 16") as caught:
@@ -206,9 +198,7 @@ def test_the_budget_is_never_exceeded_and_nearly_used(checkpoint: Path, block_si
 
 @pytest.mark.parametrize("whole_windows", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["float32", *CODES])
-def test_kv_holds_the_memory_that_it_promised(
-    checkpoint: Path, kv_dtype: str, whole_windows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_holds_the_memory_that_it_promised(checkpoint, kv_dtype, whole_windows, monkeypatch):
     """Within 2 %: whole, in windows, and in fewer bits."""
     monkeypatch.setenv("KVCHAT_ROUNDING", "any")
     room = Size(num_bytes=MEBIBYTE)
@@ -239,9 +229,7 @@ def test_a_share_is_of_the_memory_that_is_free() -> None:
     assert half > device_budget(CacheConfig(), torch.device("cpu")) > 0
 
 
-def test_host_memory_is_a_tier_beside_a_gpu_and_elsewhere_where_it_is_asked_for(
-    checkpoint: Path,
-) -> None:
+def test_host_memory_is_a_tier_beside_a_gpu_and_elsewhere_where_it_is_asked_for(checkpoint):
     some = Size(num_bytes=MEBIBYTE)
     assert host_budget(CacheConfig(), torch.device("cpu")) == 0
     assert 0 < host_budget(CacheConfig(), torch.device("cuda")) <= 16 << 30
@@ -272,9 +260,7 @@ def test_steps_are_short_for_large_models_and_bounded_for_small_ones(checkpoint:
     assert found == [1024, 256, 256, 1024, 2048, 4096]
 
 
-def test_windows_have_room_for_the_largest_step_that_any_rate_allows(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_have_room_for_the_largest_step_that_any_rate_allows(checkpoint, monkeypatch):
     """The rate is known only when the pools are there."""
     loaded = assemble(checkpoint).loaded
     on_gpu = replace(loaded, device=torch.device("cuda", 0))
@@ -312,9 +298,7 @@ def test_without_reuse_nothing_is_cached(checkpoint: Path) -> None:
     assert engine.status().num_tokens_computed == 2 * (40 + 4)
 
 
-def test_how_fast_copies_are_is_known_to_the_next_engine(
-    checkpoint: Path, memory: FactMemory
-) -> None:
+def test_how_fast_copies_are_is_known_to_the_next_engine(checkpoint, memory):
     some = Size(num_bytes=MEBIBYTE)
     config = CacheConfig(device_bytes=some, host_bytes=some)
     first = assemble(checkpoint, cache=config, memory=memory).engine
@@ -326,9 +310,7 @@ def test_how_fast_copies_are_is_known_to_the_next_engine(
     assert second.chain.planner.rates["from host"] == 1 << 30
 
 
-def test_rates_of_one_gpu_are_not_anothers(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_rates_of_one_gpu_are_not_anothers(checkpoint, monkeypatch, memory):
     """What one GPU had shown was believed of the next one in the same machine."""
     loaded = replace(assemble(checkpoint).loaded, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
@@ -340,9 +322,7 @@ def test_rates_of_one_gpu_are_not_anothers(
     assert rate_memory(loaded, memory).read() == {}
 
 
-def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(checkpoint, tmp_path):
     """The tables of an empty store were more than a limit of a few kilobytes allows."""
     directory, some = tmp_path / "kv", Size(num_bytes=MEBIBYTE)
     prompt = tuple(range(40))

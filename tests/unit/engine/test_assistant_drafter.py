@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from kvchat.engine.assistant_drafter import AssistantDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.speculation import Mode
 from kvchat.model.assistant import Assistant
-from kvchat.model.checkpoint.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import inspect_model
 from kvchat.model.spec import Gathered
 from support.assistants import WithAssistant, write_with_assistant
@@ -30,9 +29,7 @@ from support.stateful_models import words
 
 
 @pytest.fixture(scope="module", params=[False, True])
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[WithAssistant, Path]:
+def pair(request, tmp_path_factory) -> tuple[WithAssistant, Path]:
     """A drafter with all logits, and one that chooses clusters of tokens first."""
     directory = tmp_path_factory.mktemp("pair")
     models = write_with_assistant(directory, is_ordered=request.param)
@@ -48,9 +45,7 @@ def engine_of(directory: Path, **settings: object) -> Engine:
     return engine
 
 
-def test_its_logits_are_those_of_transformers(
-    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_logits_are_those_of_transformers(pair, monkeypatch):
     """Behind the window's beginning, guesses after guesses, and in a turn from the cache."""
     models, directory = pair
     engine = engine_of(directory)
@@ -107,9 +102,7 @@ def test_answers_are_those_without_drafts(pair: tuple[WithAssistant, Path], tmp_
 
 
 @pytest.mark.parametrize("has_groups", [False, True])
-def test_requests_at_once_have_the_answers_of_each(
-    pair: tuple[WithAssistant, Path], has_groups: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_at_once_have_the_answers_of_each(pair, has_groups, monkeypatch):
     """A step of more rows than a group takes has several groups."""
     if has_groups:
         monkeypatch.setattr("kvchat.model.cpu.compiled_step.FEW_ROWS", 2)
@@ -158,17 +151,13 @@ def test_a_drafter_is_found_only_where_it_can_draft(found: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [inspect_model, read_chat_model])
-def test_a_drafter_given_as_the_model_is_named(
-    pair: tuple[WithAssistant, Path], read: Callable[[ModelSource], object]
-) -> None:
+def test_a_drafter_given_as_the_model_is_named(pair, read):
     directory = pair[1] / "drafter"
     with pytest.raises(ModelUnsupported, match=f"drafter of Gemma 4.*--draft {directory}"):
         read(find_model(str(directory)))
 
 
-def test_a_drafter_of_another_model_is_refused(
-    pair: tuple[WithAssistant, Path], tmp_path: Path
-) -> None:
+def test_a_drafter_of_another_model_is_refused(pair, tmp_path):
     _, directory = pair
     other = save_checkpoint(tmp_path, tiny_model("llama", hidden_size=32))
     assembled = build(other, directory / "drafter")
@@ -185,9 +174,7 @@ def test_a_drafter_of_another_model_is_refused(
         ({"intermediate_size": 10**9}, "a larger model than its weight files hold"),
     ],
 )
-def test_a_drafter_larger_than_its_files_is_refused(
-    pair: tuple[WithAssistant, Path], settings: dict[str, int], reason: str, tmp_path: Path
-) -> None:
+def test_a_drafter_larger_than_its_files_is_refused(pair, settings, reason, tmp_path):
     _, directory = pair
     shutil.copytree(directory / "drafter", tmp_path / "drafter")
     file = tmp_path / "drafter" / "config.json"
@@ -200,9 +187,7 @@ def test_a_drafter_larger_than_its_files_is_refused(
     assembled.engine.close()
 
 
-def test_a_drafter_whose_heads_share_no_heads_of_kv_is_refused(
-    pair: tuple[WithAssistant, Path], tmp_path: Path
-) -> None:
+def test_a_drafter_whose_heads_share_no_heads_of_kv_is_refused(pair, tmp_path):
     """Three heads over two of KV: kernels take one each, and would compute two."""
     _, directory = pair
     shutil.copytree(directory / "drafter", tmp_path / "drafter")
@@ -223,9 +208,7 @@ def test_a_drafter_whose_heads_share_no_heads_of_kv_is_refused(
     assembled.engine.close()
 
 
-def test_a_drafter_that_cannot_read_the_kv_is_left_out_with_a_note(
-    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_cannot_read_the_kv_is_left_out_with_a_note(pair, monkeypatch):
     def refuse(*args: object) -> None:
         raise RuntimeError("no such kernel")
 
@@ -240,9 +223,7 @@ def test_a_drafter_that_cannot_read_the_kv_is_left_out_with_a_note(
     assembled.engine.close()
 
 
-def test_a_drafter_that_cannot_take_hidden_states_is_asked_no_more(
-    pair: tuple[WithAssistant, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_cannot_take_hidden_states_is_asked_no_more(pair, monkeypatch):
     def fail(*args: object) -> None:
         raise MemoryError
 

@@ -1,7 +1,6 @@
 """Constraints in the engine: only allowed tokens, and otherwise the same draws."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,9 +45,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_a_limited_row_draws_what_it_would_if_the_others_had_no_probability(
-    params: SamplingParams,
-) -> None:
+def test_a_limited_row_draws_what_it_would_if_the_others_had_no_probability(params):
     generator = torch.Generator().manual_seed(4)
     for position in range(50):
         logits = torch.randn(1, 70, generator=generator)
@@ -138,9 +135,7 @@ class _Broken(RisingTokens):
     ("error", "sentence"),
     [(GenerationError("Too deep."), "Too deep."), (RuntimeError("what"), "failed")],
 )
-def test_a_constraint_that_fails_ends_its_own_request_only(
-    place: str, error: Exception, sentence: str
-) -> None:
+def test_a_constraint_that_fails_ends_its_own_request_only(place, error, sentence):
     def broken() -> TokenConstraint:
         return _Broken(place, error)
 
@@ -156,9 +151,7 @@ def test_a_constraint_that_fails_ends_its_own_request_only(
 
 
 @pytest.mark.parametrize("speculates", [False, True])
-def test_with_recurrent_state_too_it_ends_its_own_request_only(
-    speculates: bool, tmp_path: Path
-) -> None:
+def test_with_recurrent_state_too_it_ends_its_own_request_only(speculates, tmp_path):
     """The step ran again for each request alone, from states that had read its tokens already."""
 
     def broken() -> TokenConstraint:

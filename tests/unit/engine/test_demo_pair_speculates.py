@@ -86,9 +86,7 @@ def pair() -> Iterator[AssembledEngine]:
 
 @short_and_long(1, 60)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_mode_gives_the_same_answers(
-    size: int, temperature: float, pair: AssembledEngine
-) -> None:
+def test_every_mode_gives_the_same_answers(size, temperature, pair):
     for seed in range(size):
         sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=seed)
         texts = []

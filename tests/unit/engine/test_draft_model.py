@@ -118,9 +118,7 @@ def test_a_twin_is_always_right_and_its_kv_is_never_mixed_up() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("draft_blocks", [9, 200])
 @WINDOWS
-def test_batches_forks_and_little_room_change_no_text(
-    block_size: int, draft_blocks: int, draft_windows: int
-) -> None:
+def test_batches_forks_and_little_room_change_no_text(block_size, draft_blocks, draft_windows):
     engine = Drafting(
         draft_blocks,
         draft_windows=min(draft_windows, draft_blocks) and max(draft_windows, draft_blocks // 2),
@@ -162,9 +160,7 @@ def test_what_the_draft_lacks_is_made_up_for_a_little_in_each_step() -> None:
 
 
 @pytest.mark.parametrize(("piece_rows", "pieces"), [(None, [48]), (12, [12] * 4)])
-def test_the_little_that_is_missing_is_computed_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, piece_rows: int | None, pieces: list[int]
-) -> None:
+def test_the_little_that_is_missing_is_computed_in_pieces(monkeypatch, piece_rows, pieces):
     """One pass took ten milliseconds of a tiny model, as long as five tokens of its target."""
     engine = Drafting(piece_rows=piece_rows, block_size=64)
     computed: list[int] = []
@@ -359,9 +355,7 @@ class _MeetingTier(MemoryTier):
         super().close()
 
 
-def test_the_stores_of_the_model_and_of_its_draft_close_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_stores_of_the_model_and_of_its_draft_close_at_the_same_time(monkeypatch):
     """One after the other they took 40 of the 70 ms in which a chat was left.
 
     A store whose writes have not been answered yet closes after the draft's: it may have more to

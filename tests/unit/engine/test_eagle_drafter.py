@@ -5,7 +5,6 @@ Random heads guess almost nothing right, so tests compare logits with those of a
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ TARGETS = {
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def target(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[object, Path]:
+def target(request, tmp_path_factory) -> tuple[object, Path]:
     model_type, settings = TARGETS[request.param]
     model = tiny_model(model_type, **settings)
     return model, save_checkpoint(tmp_path_factory.mktemp("target"), model)
@@ -196,9 +193,7 @@ def test_requests_at_once_have_the_answers_of_each(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_head_that_guesses_right_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_guesses_right_is_accepted(tmp_path, monkeypatch):
     """One that repeats the model's own last token, of a model that does nothing else."""
     model = tiny_model("llama")
     with torch.no_grad():
@@ -251,9 +246,7 @@ def test_its_matrices_have_the_bits_of_the_models(weights: str, tmp_path: Path) 
     engine.close()
 
 
-def test_the_models_table_may_be_in_blocks_of_a_gguf_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_table_may_be_in_blocks_of_a_gguf_file(tmp_path, monkeypatch):
     """Such a table has no rows of its own; the head has 8 bits then."""
     monkeypatch.setattr("kvchat.model.checkpoint.tensors._LARGE_TABLE_BYTES", 1)
     model = tiny_model("llama", tie_word_embeddings=False)
@@ -316,9 +309,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_model_answers(
     "settings",
     [{"model_type": "phi3"}, {"num_hidden_layers": 36, "layer_types": ["full_attention"] * 36}],
 )
-def test_a_head_may_name_the_type_and_the_layers_of_its_model(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_head_may_name_the_type_and_the_layers_of_its_model(settings, tmp_path):
     """Its one layer is Llama's all the same."""
     model = tiny_model("llama")
     directory = save_checkpoint(tmp_path / "target", model)
@@ -332,9 +323,7 @@ def test_a_head_may_name_the_type_and_the_layers_of_its_model(
 
 
 @pytest.mark.parametrize("read", [inspect_model, read_chat_model])
-def test_a_head_given_as_the_model_is_named(
-    read: Callable[[ModelSource], object], tmp_path: Path
-) -> None:
+def test_a_head_given_as_the_model_is_named(read, tmp_path):
     """It has no tokenizer, which would be missed first."""
     write_eagle(tmp_path, tiny_model("llama"))
     with pytest.raises(ModelUnsupported, match=f"EAGLE-3 head.*--draft {tmp_path}"):

@@ -36,9 +36,7 @@ def vector_of(embedding: Embedding) -> list[float]:
 
 
 @pytest.mark.parametrize("model_type", [FULL, WINDOWED, LEARNED])
-def test_a_vector_is_the_mean_or_the_last_of_the_hidden_states(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vector_is_the_mean_or_the_last_of_the_hidden_states(model_type, tmp_path, monkeypatch):
     monkeypatch.setattr("kvchat.engine.embedding._CPU_STEP_ROWS", 7)
     model, engine = engine_of(model_type, tmp_path)
     ids = random_ids(40, 1)
@@ -51,9 +49,7 @@ def test_a_vector_is_the_mean_or_the_last_of_the_hidden_states(
     engine.close()
 
 
-def test_an_answer_goes_on_between_the_steps_and_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_goes_on_between_the_steps_and_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("kvchat.engine.embedding._CPU_STEP_ROWS", 4)
     _, engine = engine_of(FULL, tmp_path)
     ids, spec = random_ids(30, 2), RequestSpec(tuple(random_ids(20, 3)), GREEDY, max_tokens=8)

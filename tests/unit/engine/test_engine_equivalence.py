@@ -4,7 +4,6 @@ The model below answers from what it reads back out of its KV, so equality prove
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -44,9 +43,7 @@ def conversations(count: int = 6) -> list[RequestSpec]:
 @pytest.mark.parametrize("reuse", [True, False], ids=["cache on", "cache off"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 64])
-def test_every_shape_of_step_gives_the_same_tokens(
-    max_step_tokens: int, block_size: int, reuse: bool
-) -> None:
+def test_every_shape_of_step_gives_the_same_tokens(max_step_tokens, block_size, reuse):
     engine = EngineHarness(
         num_blocks=2 + 800 // block_size,
         block_size=block_size,
@@ -145,9 +142,7 @@ TENTH = complete_without_cache(ENDLESS, 0, 60)[9]
     ],
     ids=["one token", "nine", "context's end", "stop token", "at once", "stop string"],
 )
-def test_every_way_to_end_ends_where_the_oracle_does(
-    change: dict[str, object], reason: FinishReason
-) -> None:
+def test_every_way_to_end_ends_where_the_oracle_does(change, reason):
     spec = replace(ENDLESS, **change)  # type: ignore[arg-type]
     engine = EngineHarness(max_context=60)
     request_id = engine.submit(spec)
@@ -327,9 +322,7 @@ def commit_the_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant", [skip_copying, match_a_token_too_many, give_a_block_out_twice, commit_the_wrong_tokens]
 )
-def test_a_fault_in_the_cache_shows(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_the_cache_shows(plant, monkeypatch):
     plant(monkeypatch)
     monkeypatch.setattr(CacheManager, "check", lambda self, tables=None: None)
     crowd = Crowd(0, num_blocks=40, block_size=4, max_context=60)

@@ -56,9 +56,7 @@ def test_whatever_a_model_raises_becomes_one_sentence(error: Exception, message:
     assert message in failed.error.message
 
 
-def test_no_memory_to_look_at_what_failed_ends_the_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_memory_to_look_at_what_failed_ends_the_request_alone(monkeypatch):
     """What a step that ran out of memory had computed was looked at, which took memory: the engine
     stopped for good.
     """
@@ -171,9 +169,7 @@ def test_a_batch_that_fails_once_is_computed_request_by_request() -> None:
     [(boom, "boom"), (lambda row: row.fill_(float("nan")), "not numbers")],
     ids=["raises", "gives no numbers"],
 )
-def test_a_request_that_cannot_be_answered_fails_alone(
-    act: Callable[[torch.Tensor], None], message: str
-) -> None:
+def test_a_request_that_cannot_be_answered_fails_alone(act, message):
     """One conversation with a NaN in its logits once ended all the others that were answering."""
     engine = EngineHarness()
     others = [

@@ -40,9 +40,7 @@ def _request(num_computed: int) -> Request:
     return request
 
 
-def test_a_prefetch_does_not_hold_up_a_request_that_can_run(
-    fetcher: Fetcher, waits: list[int]
-) -> None:
+def test_a_prefetch_does_not_hold_up_a_request_that_can_run(fetcher, waits):
     """The prefetch was counted as one of the requests: a single one that decoded beside it waited
     a moment in every step.
     """
@@ -55,9 +53,7 @@ def test_a_prefetch_does_not_hold_up_a_request_that_can_run(
     assert not waits
 
 
-def test_a_prefetch_alone_and_requests_that_all_wait_are_waited_for(
-    fetcher: Fetcher, waits: list[int]
-) -> None:
+def test_a_prefetch_alone_and_requests_that_all_wait_are_waited_for(fetcher, waits):
     fetcher.prefetch((7, 8, 9, 10))
     fetcher.settle([])
     assert len(waits) == 1

@@ -134,9 +134,7 @@ def test_samples_that_begin_in_a_graph_draw_each_its_own_first_token(loaded: Loa
     assert len(set(map(tuple, said))) > 1
 
 
-def test_drafts_are_verified_by_graphs_and_the_text_stays(
-    loaded: LoadedModel, draft: LoadedModel
-) -> None:
+def test_drafts_are_verified_by_graphs_and_the_text_stays(loaded, draft):
     """A draft model that is the target's copy: most of its drafts are right."""
     pair = [
         RequestSpec((5, 6, 7) * 9, GREEDY, max_tokens=120),

@@ -97,9 +97,7 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: i
 
 
 @pytest.fixture(scope="module", params=spread(CHECKPOINTS, [NAMES[0], NAMES[3], "qwen3next.gguf"]))
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[NextHead, Path]:
+def checkpoint(request, tmp_path_factory) -> tuple[NextHead, Path]:
     directory = tmp_path_factory.mktemp("with head")
     name = request.param.removesuffix(".gguf")
     if name != request.param:
@@ -107,9 +105,7 @@ def checkpoint(
     return write_with_head(directory, request.param), directory
 
 
-def test_its_logits_are_those_of_its_layer_over_the_whole_context(
-    checkpoint: tuple[NextHead, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_logits_are_those_of_its_layer_over_the_whole_context(checkpoint, monkeypatch):
     """Over a long prompt in parts, an answer with wrong drafts, and a turn from the cache."""
     head, directory = checkpoint
     engine = open_with_head(directory)
@@ -163,9 +159,7 @@ def compare_answers(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen35", "Q4_K"), ("glm4_moe", "Q8_0")])
-def test_its_matrices_stay_in_the_blocks_of_a_gguf_file(
-    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_matrices_stay_in_the_blocks_of_a_gguf_file(name, kind, tmp_path, monkeypatch):
     """And its steps are compiled."""
     head = write_gguf_with_head(tmp_path / "m.gguf", name, kind)
     engine = open_with_head(tmp_path / "m.gguf", dtype="auto")
@@ -184,9 +178,7 @@ def test_its_matrices_stay_in_the_blocks_of_a_gguf_file(
     assert min(torch.cosine_similarity(*pair, dim=0) for pair in pairs) > 0.99
 
 
-def test_ids_far_above_those_of_the_newest_tokens_are_not_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_far_above_those_of_the_newest_tokens_are_not_guessed(tmp_path, monkeypatch):
     """The product with a vocabulary of 250,000 took 8 of the 11 ms of a guess for a 0.8 B model."""
     head = write_gguf_with_head(tmp_path / "m.gguf", "qwen35", vocab_size=2048)
     engine = open_with_head(tmp_path / "m.gguf")
@@ -209,9 +201,7 @@ def test_ids_far_above_those_of_the_newest_tokens_are_not_guessed(
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_it_reads_long_prompts_in_one_step(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_reads_long_prompts_in_one_step(kind, tmp_path, monkeypatch):
     """Compiled steps compute them in groups of rows, each with its own hidden states."""
     head = write_gguf_with_head(tmp_path / "m.gguf", "qwen35", kind)
     engine = open_with_head(tmp_path / "m.gguf", dtype="auto", step=400)

@@ -41,11 +41,7 @@ class Machine:
 
     def answer(self) -> tuple[float, CachedTokens]:
         """Return when the first token was there, and what was not computed for it."""
-        harness = EngineHarness(
-            max_context=400,
-            open_tier=lambda: self.tier,
-            clock=self.clock,
-        )
+        harness = EngineHarness(max_context=400, open_tier=lambda: self.tier, clock=self.clock)
         chain = harness.engine.chain
         assert chain.flush(60.0)
         planner = chain.planner
@@ -119,9 +115,7 @@ def tier() -> MemoryTier:
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_steady_disk_never_makes_it_slower(
-    share: float, is_known: bool, tier: MemoryTier
-) -> None:
+def test_a_steady_disk_never_makes_it_slower(share, is_known, tier):
     """`share` is what reading takes of what computing takes."""
     read_s = COMPUTE_S * share
     machine = Machine(tier, lambda number: read_s, read_s if is_known else None)
@@ -148,9 +142,7 @@ def test_where_both_are_as_fast_both_work(tier: MemoryTier) -> None:
 
 @pytest.mark.parametrize("num_good", [0, 1, 4])
 @pytest.mark.parametrize("believed", [0.001, 0.05, 0.5])
-def test_a_disk_that_stops_is_not_waited_for(
-    num_good: int, believed: float, tier: MemoryTier
-) -> None:
+def test_a_disk_that_stops_is_not_waited_for(num_good, believed, tier):
     """It was quick, and gives no more after `num_good` packs."""
     good_s = COMPUTE_S * believed
     machine = Machine(tier, lambda n: good_s if n <= num_good else FOREVER_S, good_s)
@@ -161,9 +153,7 @@ def test_a_disk_that_stops_is_not_waited_for(
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0, 50.0])
-def test_a_disk_that_has_become_slow_is_not_believed_for_long(
-    share: float, tier: MemoryTier
-) -> None:
+def test_a_disk_that_has_become_slow_is_not_believed_for_long(share, tier):
     machine = Machine(tier, lambda number: COMPUTE_S * share, COMPUTE_S * 0.001)
 
     took_s, _ = machine.answer()

@@ -111,9 +111,7 @@ def test_a_preempted_request_comes_back_from_host_memory(engines: list[EngineHar
     assert host.bytes_read > 0
 
 
-def test_who_gives_way_comes_back_from_host_memory_each_time(
-    engines: list[EngineHarness], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_gives_way_comes_back_from_host_memory_each_time(engines, monkeypatch):
     engine = EngineHarness(num_blocks=19, max_context=60, num_host_blocks=60)
     engines.append(engine)
     own = engine.engine.chain.arrivals
@@ -156,9 +154,7 @@ def test_where_computing_is_quicker_nothing_is_swapped(engines: list[EngineHarne
     assert host.bytes_written == 0
 
 
-def test_a_context_comes_up_from_host_memory_before_anybody_asks(
-    engines: list[EngineHarness],
-) -> None:
+def test_a_context_comes_up_from_host_memory_before_anybody_asks(engines):
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
     engines.append(engine)
     cached(engine, spec(HISTORY))
@@ -172,9 +168,7 @@ def test_a_context_comes_up_from_host_memory_before_anybody_asks(
     assert again.host > 0
 
 
-def test_a_request_goes_on_with_the_promotion_that_foresaw_it(
-    engines: list[EngineHarness],
-) -> None:
+def test_a_request_goes_on_with_the_promotion_that_foresaw_it(engines):
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
     engines.append(engine)
     cached(engine, spec(HISTORY))
@@ -190,11 +184,7 @@ def test_a_request_goes_on_with_the_promotion_that_foresaw_it(
 
 
 def with_disk(tier: MemoryTier, num_blocks: int = SMALL, num_host: int = 40) -> EngineHarness:
-    engine = EngineHarness(
-        num_blocks=num_blocks,
-        open_tier=lambda: tier,
-        num_host_blocks=num_host,
-    )
+    engine = EngineHarness(num_blocks=num_blocks, open_tier=lambda: tier, num_host_blocks=num_host)
     be_patient(engine.engine.chain)
     return engine
 
@@ -204,9 +194,7 @@ def tier() -> MemoryTier:
     return MemoryTier(block_size=4, image_bytes=4 * 8)
 
 
-def test_the_disk_gives_what_lies_behind_what_host_memory_has(
-    engines: list[EngineHarness], tier: MemoryTier
-) -> None:
+def test_the_disk_gives_what_lies_behind_what_host_memory_has(engines, tier):
     first = with_disk(tier)
     cached(first, spec(HISTORY))
     first.engine.close()
@@ -222,9 +210,7 @@ def test_the_disk_gives_what_lies_behind_what_host_memory_has(
     assert again.total >= 48
 
 
-def test_a_growing_prompt_is_written_before_its_answer_is_over(
-    engines: list[EngineHarness], tier: MemoryTier
-) -> None:
+def test_a_growing_prompt_is_written_before_its_answer_is_over(engines, tier):
     """A kill in the first answer to a long document once lost all of the document's KV."""
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
@@ -256,9 +242,7 @@ def test_closing_keeps_what_is_unfinished_although_a_thread_is_shared(tier: Memo
     assert len(tier.blocks) == 10
 
 
-def test_an_engine_goes_on_writing_when_all_answers_are_given(
-    engines: list[EngineHarness], tier: MemoryTier
-) -> None:
+def test_an_engine_goes_on_writing_when_all_answers_are_given(engines, tier):
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
     chain = engine.engine.chain

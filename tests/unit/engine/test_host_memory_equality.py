@@ -27,9 +27,7 @@ def specimen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("block_size", spread([4, 16], [4]))
-def test_what_was_demoted_and_promoted_gives_the_same_ids(
-    specimen: Specimen, block_size: int
-) -> None:
+def test_what_was_demoted_and_promoted_gives_the_same_ids(specimen, block_size):
     engine = engine_on(
         specimen.loaded, block_size, num_blocks=2 + 400 // block_size, num_host_blocks=200
     )

@@ -221,9 +221,7 @@ def test_a_damaged_record_is_read_by_no_chat(program: Program) -> None:
     assert len(answer) == 4
 
 
-def test_kv_that_is_not_this_models_is_found_and_stays_for_its_own_chat(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_that_is_not_this_models_is_found_and_stays_for_its_own_chat(program, monkeypatch):
     """It may be right in its own format: another version may convert otherwise."""
     program.answer("auto")
     monkeypatch.setattr(

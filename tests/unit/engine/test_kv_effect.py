@@ -1,7 +1,6 @@
 """What KV in a code changes is measured once, said in one sentence, and refused if it is much."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,9 +40,7 @@ def notes(loaded: LoadedModel, code: str, memory: FactMemory) -> tuple[str, ...]
     return kv_notes(loaded, geometry, memory)
 
 
-def test_what_a_code_changes_is_measured_once(
-    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_code_changes_is_measured_once(loaded, memory, monkeypatch):
     [first] = notes(loaded, "int4", memory)
     monkeypatch.setattr(kv_effect, "_predictions", None)
 
@@ -57,9 +54,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_stateful("lfm2", tmp_path_factory.mktemp("h"))[1]
 
 
-def test_a_model_with_recurrent_state_is_measured_over_both(
-    hybrid: LoadedModel, memory: FactMemory
-) -> None:
+def test_a_model_with_recurrent_state_is_measured_over_both(hybrid, memory):
     [note] = notes(hybrid, "int8", memory)
     [effect] = map(effect_of, memory.facts("kv_effect"))
 
@@ -81,9 +76,7 @@ def test_auto_leaves_room_for_a_snapshot(hybrid: LoadedModel, memory: FactMemory
     assert chosen(needed - plain.token_bytes) == "int8"
 
 
-def test_nothing_is_measured_of_plain_kv(
-    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_measured_of_plain_kv(loaded, memory, monkeypatch):
     monkeypatch.setattr(kv_effect, "_predictions", None)
 
     assert notes(loaded, "auto", memory) == ()
@@ -98,9 +91,7 @@ def choose(
     return chosen_kv(loaded, CacheConfig(16, room, **of), wanted, memory)
 
 
-def test_auto_takes_fewer_bits_only_where_the_context_does_not_fit(
-    loaded: LoadedModel, memory: FactMemory
-) -> None:
+def test_auto_takes_fewer_bits_only_where_the_context_does_not_fit(loaded, memory):
     assert choose(loaded, memory, 140) == KvChoice(CacheConfig(16, Size(num_bytes=140 * 512)))
     assert choose(loaded, memory, 90, wanted=50).config.kv_dtype == "auto"
     assert choose(loaded, memory, 90, kv_dtype="float32").config.kv_dtype == "float32"
@@ -150,9 +141,7 @@ def test_a_model_that_would_answer_otherwise_is_refused_unless_the_user_insists(
     assert len(notes(loaded, "k8v4", memory)) == 1
 
 
-def test_a_model_without_a_text_to_read_is_not_measured(
-    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_without_a_text_to_read_is_not_measured(loaded, memory, monkeypatch, tmp_path):
     def sample_ids(*_: object) -> list[int]:
         raise OSError(tmp_path)
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from kvchat.engine.runner import Runner
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
-from kvchat_kernels.kv_code import CODES, INT8, KvCode
+from kvchat_kernels.kv_code import CODES, INT8
 from kvchat_kernels.paged_attention import Scoring
 from support.cached_contexts import images_of
 from support.chains import new_chain
@@ -53,9 +52,7 @@ def geometry_of(loaded: LoadedModel, kv_format: KvFormat) -> KvGeometry:
 
 
 def engine_over(
-    loaded: LoadedModel,
-    kv_format: KvFormat,
-    open_tier: Callable[[], Tier] | None = None,
+    loaded: LoadedModel, kv_format: KvFormat, open_tier: Callable[[], Tier] | None = None
 ) -> Engine:
     cache = CacheManager(KvPool(geometry_of(loaded, kv_format), 60, CPU))
     return Engine(
@@ -146,9 +143,7 @@ def test_blocks_go_down_to_host_memory_and_come_up_the_same(kv_format: KvFormat)
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
-def test_a_conversation_over_a_code_is_restored_from_the_disk(
-    code: KvCode, loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_a_conversation_over_a_code_is_restored_from_the_disk(code, loaded, tmp_path):
     kv_format, prompt = CodedFormat(code), random_ids(5 * BLOCK + 3, seed=0)
     geometry = geometry_of(loaded, kv_format)
     layout = Layout(kv_identity(loaded, geometry, "content"), BLOCK, geometry.block_bytes)

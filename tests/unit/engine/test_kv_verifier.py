@@ -47,9 +47,7 @@ def spoil_kv(tier: MemoryTier) -> None:
     tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
 
 
-def test_a_turn_leaves_a_fingerprint_with_its_last_block(
-    context: tuple[int, ...], tier: MemoryTier
-) -> None:
+def test_a_turn_leaves_a_fingerprint_with_its_last_block(context, tier):
     [fingerprint] = tier.fingerprints.values()
 
     assert isinstance(fingerprint, LogitFingerprint)
@@ -58,9 +56,7 @@ def test_a_turn_leaves_a_fingerprint_with_its_last_block(
     assert list(fingerprint.values) == sorted(fingerprint.values, reverse=True)
 
 
-def test_what_is_right_stays(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_is_right_stays(context, processes, tier):
     process = processes.start()
     finished = process.answer_rightly(spec(context))
 
@@ -88,9 +84,7 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_what_continues_the_wrong_goes_with_it(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_continues_the_wrong_goes_with_it(context, processes, tier):
     processes.end_one(spec((*context, *HISTORY[:20])))
     key = next(iter(tier.fingerprints))
     tier.fingerprints[key] = replace(tier.fingerprints[key], values=(9.0,) * 8)
@@ -103,9 +97,7 @@ def test_what_continues_the_wrong_goes_with_it(
     assert len(tier.blocks) == len(context[:-3]) // BLOCK  # this one's own, by now
 
 
-def test_nobody_else_is_answered_from_it(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_nobody_else_is_answered_from_it(context, processes, tier):
     """Two requests on the same wrong context, one of several samples, and one beside them."""
     spoil_kv(tier)
     process = processes.start()
@@ -119,9 +111,7 @@ def test_nobody_else_is_answered_from_it(
     assert harness.ending(numbers[0]).usage.cached.disk == 0
 
 
-def test_a_prefetch_is_verified_while_no_request_waits(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_prefetch_is_verified_while_no_request_waits(context, processes, tier):
     spoil_kv(tier)
     process = processes.start()
     process.harness.engine.prefetch(context)
@@ -133,9 +123,7 @@ def test_a_prefetch_is_verified_while_no_request_waits(
     process.answer_rightly(spec(context))
 
 
-def test_what_the_device_had_itself_is_not_forgotten(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_the_device_had_itself_is_not_forgotten(context, processes, tier):
     spoil_kv(tier)
     process = processes.start()
     tier.max_found = 0  # this one finds nothing
@@ -151,9 +139,7 @@ def test_what_the_device_had_itself_is_not_forgotten(
 FULL = 1 + 15
 
 
-def test_a_device_without_a_free_block_verifies_in_the_spare_block(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_device_without_a_free_block_verifies_in_the_spare_block(context, processes, tier):
     process = processes.start(num_blocks=FULL + 1)
     finished = process.answer_rightly(spec(context[:-2], max_tokens=2))
 
@@ -200,9 +186,7 @@ def bring_up(chain: KvChain, context: tuple[int, ...]) -> None:
         chain.arrivals.settle_one(restore)
 
 
-def test_what_is_left_of_what_came_up_is_verified(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_is_left_of_what_came_up_is_verified(context, processes, tier):
     """The end of it was evicted before there was a step; the rest was believed."""
     for key in list(tier.blocks)[:-2]:
         tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
@@ -217,9 +201,7 @@ def test_what_is_left_of_what_came_up_is_verified(
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_what_comes_up_last_is_verified_before_the_end(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_comes_up_last_is_verified_before_the_end(context, processes, tier):
     """What no request had time to ask for was verified at the end, and whether that failed
     forgotten.
     """
@@ -243,8 +225,7 @@ def is_a_copy_for_a_check(table: BlockTable, start: int, end: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_for_a_probe"),
-    [("match", is_held_for_a_check), ("reserve", is_a_copy_for_a_check)],
+    ("name", "is_for_a_probe"), [("match", is_held_for_a_check), ("reserve", is_a_copy_for_a_check)]
 )
 def test_a_check_that_cannot_be_begun_fails_and_holds_nothing(
     context: tuple[int, ...],
@@ -272,9 +253,7 @@ def test_a_check_that_cannot_be_begun_fails_and_holds_nothing(
     assert tier.num_quarantined == NUM_KEPT
 
 
-def test_a_check_that_fails_costs_nothing(
-    context: tuple[int, ...], processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_check_that_fails_costs_nothing(context, processes, tier):
     process = processes.start()
     run = process.harness.engine._runner.run
 

@@ -52,9 +52,7 @@ def prover(directory: Path, family: str, dtype: str) -> Prover:
 
 
 @pytest.mark.parametrize("dtype", CERTAIN)
-def test_what_is_spoilt_throughout_is_found_and_what_is_right_is_believed(
-    dtype: str, tmp_path: Path
-) -> None:
+def test_what_is_spoilt_throughout_is_found_and_what_is_right_is_believed(dtype, tmp_path):
     proving, rng = prover(tmp_path, "llama", dtype), random.Random(1)
     context = proving.compute(random_ids(200, 1))
 

@@ -69,9 +69,7 @@ def moved_by_transformers(made: Specimen, context: list[int], more: list[int]) -
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, yarn"])
-def test_an_answer_over_moved_kv_is_that_of_transformers_over_turned_keys(
-    specimen: Any, name: str
-) -> None:
+def test_an_answer_over_moved_kv_is_that_of_transformers_over_turned_keys(specimen, name):
     """And the KV of its own, read while nothing else runs, gives the exact answer."""
     made = specimen(name)
     engine = engine_on(made.loaded)
@@ -135,9 +133,7 @@ def test_turns_and_a_second_move_go_on_over_moved_kv(specimen: Any) -> None:
         ("gemma3, mixed windows", 40),
     ],
 )
-def test_the_first_layers_moved_kv_is_what_is_computed_there(
-    specimen: Any, name: str, num_window_blocks: int
-) -> None:
+def test_the_first_layers_moved_kv_is_what_is_computed_there(specimen, name, num_window_blocks):
     """Its keys depend on token and position alone: turned, they are those of the new position."""
     engine = engine_on(specimen(name).loaded, num_window_blocks=num_window_blocks)
     shorter, pool = left_out(READ), engine.cache.kv_pool

@@ -75,9 +75,7 @@ def test_answers_are_those_of_an_engine_that_reads_first(loaded: LoadedModel) ->
     assert num_ahead(read_first.log) == 0
 
 
-def test_all_but_the_first_and_the_last_step_of_an_answer_are_queued_early(
-    loaded: LoadedModel,
-) -> None:
+def test_all_but_the_first_and_the_last_step_of_an_answer_are_queued_early(loaded):
     engine, runner = late(loaded)
     spec = RequestSpec((5, 6, 7), SAMPLED, max_tokens=60)
     run(engine, [spec])  # captures the graph
@@ -94,9 +92,7 @@ def test_all_but_the_first_and_the_last_step_of_an_answer_are_queued_early(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_a_stop_token_is_read_one_step_late_and_leaves_nothing(
-    loaded: LoadedModel, sampling: SamplingParams
-) -> None:
+def test_a_stop_token_is_read_one_step_late_and_leaves_nothing(loaded, sampling):
     """The slot of the step in vain is given back; a longer conversation overwrites its KV."""
     prompt = (5, 6, 7, 8)
     free = RequestSpec(prompt, sampling, max_tokens=60)
@@ -186,9 +182,7 @@ def test_requests_that_come_and_go_change_no_answer(loaded: LoadedModel) -> None
         assert num_ahead(runner.log) > 5
 
 
-def test_a_step_that_failed_is_not_followed_by_the_one_queued_after_it(
-    loaded: LoadedModel,
-) -> None:
+def test_a_step_that_failed_is_not_followed_by_the_one_queued_after_it(loaded):
     """The tokens could not be read: the request is computed again, and says the same."""
     spec = RequestSpec((5, 6, 7), SAMPLED, max_tokens=30)
     expected = said_by(plain(loaded), spec, spec)
@@ -228,9 +222,7 @@ def test_drafts_and_changed_logits_take_the_plain_way(loaded: LoadedModel) -> No
         assert not [entry for entry in runner.log if entry[0] == "queue"]
 
 
-def test_speculation_that_is_switched_on_in_an_answer_drops_the_queued_step(
-    loaded: LoadedModel,
-) -> None:
+def test_speculation_that_is_switched_on_in_an_answer_drops_the_queued_step(loaded):
     spec = RequestSpec((5, 6, 7) * 5, GREEDY, max_tokens=60)
     expected, _ = run(plain(loaded), [spec])
     engine, runner = late(loaded, speculation=Speculation([NgramDrafter()], Mode.OFF))

@@ -49,10 +49,7 @@ def test_the_longest_match_is_found(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "continuation"),
-    [
-        ([1, 2, 7, 1, 2, 8, 1, 2], [8]),
-        ([5, 6, 7, 5, 6, 7, 5], [6, 7, 5, 6, 7, 5, 6]),
-    ],
+    [([1, 2, 7, 1, 2, 8, 1, 2], [8]), ([5, 6, 7, 5, 6, 7, 5], [6, 7, 5, 6, 7, 5, 6])],
     ids=["of equal matches the newest is taken", "a repetition that runs is copied on"],
 )
 def test_a_match_is_continued(ids: list[int], continuation: list[int]) -> None:

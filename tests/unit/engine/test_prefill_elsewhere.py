@@ -232,9 +232,7 @@ def test_a_box_that_is_overtaken_is_stopped(new_chats: NewChats, takes_s: float,
         (FORM, "its model's files, its version of kvchat or its kind of processor differ"),
     ],
 )
-def test_a_box_of_other_kv_is_refused_with_the_reason(
-    new_chats: NewChats, form: dict[str, str], told: str
-) -> None:
+def test_a_box_of_other_kv_is_refused_with_the_reason(new_chats, form, told):
     chats = new_chats(offer=Offer(bytes(16), form, 100.0))
     chat = chats.start()
 

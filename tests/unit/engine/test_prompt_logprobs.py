@@ -39,9 +39,7 @@ def check_all(engine: EngineHarness, number: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 128])
-def test_all_of_a_prompt_is_scored_in_chunks_beside_other_requests(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_all_of_a_prompt_is_scored_in_chunks_beside_other_requests(monkeypatch, most):
     """`most` is how many tokens of all requests one step scores."""
     monkeypatch.setattr(scheduler, "_MAX_SCORED", most)
     speculation = Speculation([OracleDrafter(error=0.3)], policy=FixedDraftPolicy(3))

@@ -212,9 +212,7 @@ def test_random_chats_are_those_of_plain_decoding(size: int, name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["qwen3_5, compiled", "minimax"])
-def test_no_memory_for_a_copy_of_logits_fails_no_request(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_copy_of_logits_fails_no_request(name, tmp_path, monkeypatch):
     """The steps ran again, over states that had read them: an AssertionError without a word."""
     _, loaded = load_stateful(name, tmp_path / "model")
     plain = Run(loaded, tmp_path / "plain", 0)

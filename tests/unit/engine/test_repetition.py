@@ -41,9 +41,7 @@ def caught_at(ids: list[int], num_prompt: int = 0) -> int | None:
     ],
 )
 @pytest.mark.parametrize("num_before", [0, 777])
-def test_one_passage_over_and_over_is_caught(
-    passage: list[int], most: int, num_before: int
-) -> None:
+def test_one_passage_over_and_over_is_caught(passage, most, num_before):
     """`git diff | kvchat` wrote "# #" until the timeout."""
     rng = random.Random(0)
     before = [rng.randrange(100, 1000) for _ in range(num_before)]

@@ -7,7 +7,6 @@ directory on the disk is all that two engines have in common.
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,7 @@ def full_blocks(num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("family", spread(FAMILIES, FAMILIES[2::3]))
-def test_a_conversation_that_was_interrupted_goes_on_as_one_that_was_not(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_conversation_that_was_interrupted_goes_on_as_one_that_was_not(family, tmp_path):
     home = home_of(family, tmp_path)
     first, more = random_ids(61, 1), random_ids(17, 2)
     never_interrupted = home.start(kept=False)
@@ -133,9 +130,7 @@ def other_rope(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [one_weight_changed, other_rope])
-def test_another_model_meets_nothing_of_this_one(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_another_model_meets_nothing_of_this_one(tmp_path, change):
     home = home_of("llama", tmp_path)
     other = shutil.copytree(home.checkpoint, tmp_path / "other")
     change(other)
@@ -157,9 +152,7 @@ def test_a_weight_changed_in_place_is_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"block_size": 8}])
-def test_other_settings_of_one_model_meet_nothing_of_these(
-    tmp_path: Path, settings: dict[str, str | int]
-) -> None:
+def test_other_settings_of_one_model_meet_nothing_of_these(tmp_path, settings):
     home = home_of("llama", tmp_path)
     prompt = random_ids(70, 1)
     home.answer(prompt)

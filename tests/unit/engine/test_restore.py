@@ -40,9 +40,7 @@ def test_every_branch_comes_back_with_its_own_tokens(processes: Processes) -> No
         assert finished.usage.cached.disk == (len(branch) - 1) // 4 * 4
 
 
-def test_a_tier_reads_what_a_find_has_found_after_another_engines_find(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_tier_reads_what_a_find_has_found_after_another_engines_find(processes, tier):
     """The tier of these tests read the keys of the last find, of whichever engine: once in sixty
     runs an engine that saved beside a restore gave it another context's blocks.
     """
@@ -57,9 +55,7 @@ def test_a_tier_reads_what_a_find_has_found_after_another_engines_find(
     assert tier.read(found[-1]) != tier.read(other[-1])
 
 
-def test_what_is_kept_of_a_request_says_whether_anybody_will_go_on(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_what_is_kept_of_a_request_says_whether_anybody_will_go_on(processes, tier):
     process = processes.start()
     process.answer(replace(spec(HISTORY), is_one_shot=True))
     process.answer(spec((9, 8, *HISTORY)))
@@ -116,9 +112,7 @@ def test_a_tier_that_cannot_be_opened_is_none(processes: Processes) -> None:
     harness.engine.close()
 
 
-def test_a_cancelled_request_does_not_wait_for_the_disk(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_cancelled_request_does_not_wait_for_the_disk(processes, tier):
     processes.end_one(spec(HISTORY))
     may_read = tier.held()
     process = processes.start()
@@ -149,9 +143,7 @@ def test_others_run_while_one_waits_for_the_disk(processes: Processes, tier: Mem
     assert process.harness.generated(waiting) == alone(spec(HISTORY))
 
 
-def test_a_restore_that_takes_too_long_is_not_waited_for(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_restore_that_takes_too_long_is_not_waited_for(processes, tier):
     processes.end_one(spec(HISTORY))
     may_read = tier.held()
     process = processes.start()
@@ -192,9 +184,7 @@ def test_a_context_comes_up_before_anybody_asks(processes: Processes, tier: Memo
     assert finished.usage.cached.device == 0
 
 
-def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(processes, tier):
     process = processes.after(spec(HISTORY))
 
     process.harness.engine.prefetch(HISTORY)
@@ -203,9 +193,7 @@ def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
     assert tier.num_read == len(HISTORY) // 4
 
 
-def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(processes, tier):
     """It went on, and what had been deleted for good was in memory until the end."""
     process = processes.after(spec(HISTORY))
     may_read = tier.held()

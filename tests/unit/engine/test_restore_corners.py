@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from itertools import count
 from math import inf
 
-import pytest
-
 from kvchat.cache import planner as planning
 from kvchat.cache.transfer import TransferThread
 from support.chains import compute_at, new_chain
@@ -17,9 +15,7 @@ from support.memory_tier import MemoryTier
 from support.restarts import GREEDY, HISTORY, Processes, alone, spec
 
 
-def test_a_restore_that_is_over_holds_no_later_step_up(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restore_that_is_over_holds_no_later_step_up(processes, monkeypatch):
     """Every token of an answer once waited the whole patience for news that could not come."""
     process = processes.start()
     waits: list[int] = []
@@ -36,9 +32,7 @@ def test_a_restore_that_is_over_holds_no_later_step_up(
     assert max(waits, default=0) == 0, "it waited after the first forward pass"
 
 
-def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
-    processes: Processes,
-) -> None:
+def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(processes):
     """With the restored end evicted before the request began, device tokens were called disk's."""
     process = processes.after(spec(HISTORY))
     process.answer(spec(HISTORY[:21]))  # restores five blocks
@@ -58,9 +52,7 @@ def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
     assert process.harness.generated(request.request_id) == alone(spec(HISTORY))
 
 
-def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
-    tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(tier, monkeypatch):
     """Two asked about one document, the first was cancelled when it had computed the front, and the
     second was told that there was no room for it.
     """
@@ -124,9 +116,7 @@ def test_an_engine_closes_at_once_while_a_prompt_is_being_restored(tier: MemoryT
     assert time.monotonic() - start_s < 30.0
 
 
-def test_a_tier_that_hangs_is_waited_for_once(
-    tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_hangs_is_waited_for_once(tier, monkeypatch):
     """Closing waited its patience for the saves, and again for the thread."""
     may_end = threading.Event()
     waited_for_s: list[float] = []
@@ -148,9 +138,7 @@ def opened_after(event: threading.Event, tier: MemoryTier) -> Callable[[], Memor
     return open_slowly
 
 
-def test_a_tier_that_is_still_being_opened_is_not_waited_for_with_nothing_to_save(
-    tier: MemoryTier,
-) -> None:
+def test_a_tier_that_is_still_being_opened_is_not_waited_for_with_nothing_to_save(tier):
     """Leaving at once took five seconds while the weights were read for their digest."""
     may_open = threading.Event()
     thread = TransferThread(opened_after(may_open, tier), 1 << 20)
@@ -161,9 +149,7 @@ def test_a_tier_that_is_still_being_opened_is_not_waited_for_with_nothing_to_sav
     may_open.set()
 
 
-def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(
-    tier: MemoryTier,
-) -> None:
+def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(tier):
     """The weights' digest takes as long as reading them, and the first question waited for it."""
     may_open = threading.Event()
     process = Processes(opened_after(may_open, tier)).start()
@@ -187,9 +173,7 @@ def test_samples_of_one_prompt_keep_it_once(processes: Processes, tier: MemoryTi
     assert tier.num_written == len(tier.blocks) == (len(HISTORY) + 5) // 4
 
 
-def test_two_prompts_that_share_what_is_being_restored_both_come_right(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_two_prompts_that_share_what_is_being_restored_both_come_right(processes, tier):
     process = processes.after(spec(HISTORY))
     requests = [spec((*HISTORY[:cut], 7, 7)) for cut in (50, 41, 50, 13)]
 
@@ -202,9 +186,7 @@ def test_two_prompts_that_share_what_is_being_restored_both_come_right(
         assert cached.device + cached.disk >= (len(request.prompt_ids) - 3) // 4 * 4
 
 
-def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_a_prompt_computed_by_another_while_it_is_read_comes_right(processes, tier):
     processes.end_one(spec(HISTORY))
     may_read = threading.Event()
     process = processes.start()
@@ -225,9 +207,7 @@ def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
     assert cached.disk == 0
 
 
-def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(processes, tier):
     """Only the oldest of those who wait are compared, and all of those were waiting for it."""
     processes.end_one(spec(HISTORY))
     may_read = tier.held()
@@ -244,9 +224,7 @@ def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
     process.harness.run()
 
 
-def test_what_cannot_be_taken_in_or_exported_costs_no_answer(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_taken_in_or_exported_costs_no_answer(processes, monkeypatch):
     """Either once stopped the engine: its thread ends with an unexpected error."""
     process = processes.after(spec(HISTORY))
 

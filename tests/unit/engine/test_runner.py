@@ -13,9 +13,7 @@ from kvchat.model.batch import SequencePiece
 
 @pytest.mark.parametrize("num_rows", [0, 1])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_step_without_rows_is_waited_for_on_a_gpu(
-    num_rows: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_rows_is_waited_for_on_a_gpu(num_rows, device, monkeypatch):
     """A part of a prompt asks for no logits. A step that was only queued looked fast enough to
     compute everything anew rather than bring it up from memory or disk, and could not be
     interrupted: the whole of a prompt was queued at once."""

@@ -82,9 +82,7 @@ def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
 
 
 @pytest.mark.parametrize(("vocab_size", "spread"), [(10, 2.0), (1024, 1.5), (3000, 0.3), (3000, 3)])
-def test_every_mixture_of_filters_draws_what_the_plain_twin_draws(
-    vocab_size: int, spread: float
-) -> None:
+def test_every_mixture_of_filters_draws_what_the_plain_twin_draws(vocab_size, spread):
     rng = random.Random(vocab_size)
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
@@ -337,9 +335,7 @@ def test_the_likeliest_tokens_are_those_that_torch_finds() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("ends", [(3.4e38, -3.4e38), (math.inf, 0.0), (math.nan, 0.0)])
-def test_no_warning_is_written_about_logits_that_no_sound_model_has(
-    ends: tuple[float, float],
-) -> None:
+def test_no_warning_is_written_about_logits_that_no_sound_model_has(ends):
     """numpy's lines on standard error stood in the terminal's display."""
     logits = np.array([0.0, *ends], dtype=np.float32)
     for draw in (RowDraw(1.0), RowDraw(2.0, top_p=0.9), RowDraw(1e-30, top_k=2, min_p=0.1)):

@@ -217,9 +217,7 @@ def test_a_long_cold_prompt_is_not_overtaken_for_ever() -> None:
     assert any(request_id == long for step in engine.steps for request_id, _ in step)
 
 
-def test_a_request_that_could_not_begin_after_all_keeps_its_age(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_could_not_begin_after_all_keeps_its_age(monkeypatch):
     """Its waiting was once forgotten before its blocks were there: it began to wait anew."""
     engine = EngineHarness(max_running=1)
     first = engine.submit(greedy(1, 2, max_tokens=6))

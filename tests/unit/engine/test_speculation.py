@@ -23,12 +23,7 @@ from support.engine_harness import EngineHarness
 from support.fixed_drafts import FixedDraftPolicy
 from support.matrix import spread
 from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
-from support.trial_drafters import (
-    FailingDrafter,
-    FickleDrafter,
-    GarbageDrafter,
-    OracleDrafter,
-)
+from support.trial_drafters import FailingDrafter, FickleDrafter, GarbageDrafter, OracleDrafter
 from support.virtual_time import VirtualClock
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
@@ -62,14 +57,9 @@ def conversations() -> list[RequestSpec]:
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 @pytest.mark.parametrize(
     ("block_size", "num_blocks", "max_step_tokens"),
-    spread(
-        [(4, 200, 16), (1, 700, 9), (16, 40, 64), (4, 34, 7), (2, 62, 5)],
-        [(4, 34, 7)],
-    ),
+    spread([(4, 200, 16), (1, 700, 9), (16, 40, 64), (4, 34, 7), (2, 62, 5)], [(4, 34, 7)]),
 )
-def test_the_text_is_the_same_whatever_is_drafted(
-    drafter: Callable[[], Drafter], block_size: int, num_blocks: int, max_step_tokens: int
-) -> None:
+def test_the_text_is_the_same_whatever_is_drafted(drafter, block_size, num_blocks, max_step_tokens):
     engine = EngineHarness(
         num_blocks, block_size, max_step_tokens=max_step_tokens, speculation=speculating(drafter())
     )
@@ -136,9 +126,7 @@ FUTURE = complete_without_cache(ENDLESS, 0, 60)
     ],
     ids=["max tokens", "context's end", "stop token", "stop string"],
 )
-def test_an_accepted_run_ends_where_plain_decoding_does(
-    change: dict[str, object], reason: FinishReason, length: int
-) -> None:
+def test_an_accepted_run_ends_where_plain_decoding_does(change, reason, length):
     spec = replace(ENDLESS, **change)  # type: ignore[arg-type]
     oracle = OracleDrafter(max_context=60)
     engine = EngineHarness(max_context=60, speculation=speculating(oracle, length))
@@ -353,8 +341,6 @@ def test_a_text_may_be_guessed_by_several_drafters_in_one_step() -> None:
         ((5, 6, 7), [5, 6, 7, 8], 3),
     ],
 )
-def test_accepted_is_what_is_right_from_the_beginning(
-    drafts: tuple[int, ...], drawn: list[int], expected: int
-) -> None:
+def test_accepted_is_what_is_right_from_the_beginning(drafts, drawn, expected):
     assert accepted_len(drafts, drawn) == expected
     assert max(drawn) < VOCAB_SIZE

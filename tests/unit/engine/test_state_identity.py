@@ -7,7 +7,6 @@ attacked here.
 import shutil
 import sqlite3
 from array import array
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +46,7 @@ def identity_of(loaded: LoadedModel) -> str:
     return kv_identity(loaded, geometry, "the same content").hex()
 
 
-def test_state_has_the_identity_of_the_code_that_computes_it(
-    hybrid: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_has_the_identity_of_the_code_that_computes_it(hybrid, monkeypatch):
     loaded = hybrid[1]
     assert loaded.compiled is not None
     identities = [identity_of(loaded)]
@@ -73,9 +70,7 @@ def test_state_has_the_identity_of_the_code_that_computes_it(
     assert len(set(identities)) == 5
 
 
-def test_kv_of_attention_alone_outlives_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_of_attention_alone_outlives_the_code(tmp_path, monkeypatch):
     """It is verified by tokens computed again. A store of an earlier start is found again: this is
     the identity that its files have."""
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
@@ -122,9 +117,7 @@ def test_kernels_and_the_modules_around_them_are_named(monkeypatch: pytest.Monke
     assert all(around <= names for names in found)
 
 
-def test_a_restart_without_the_compiled_step_computes_the_context_again(
-    hybrid: Loaded, tmp_path: Path
-) -> None:
+def test_a_restart_without_the_compiled_step_computes_the_context_again(hybrid, tmp_path):
     reference, loaded = hybrid
     assert loaded.compiled is not None
     prompt = words(90, seed=1)
@@ -177,9 +170,7 @@ def _moved(rows: Rows) -> Rows:
         pytest.param(_moved, id="the records of another position"),
     ],
 )
-def test_a_state_that_is_not_the_contexts_own_is_a_miss(
-    attack: Callable[[Rows], Rows], lfm2: Loaded, kept: tuple[Path, list[int]], tmp_path: Path
-) -> None:
+def test_a_state_that_is_not_the_contexts_own_is_a_miss(attack, lfm2, kept, tmp_path):
     shutil.copytree(kept[0], tmp_path, dirs_exist_ok=True)
     [table] = tmp_path.glob("*/cache.db")
     with closing(sqlite3.connect(table)) as connection:
@@ -203,9 +194,7 @@ def test_a_state_that_is_not_the_contexts_own_is_a_miss(
     assert after.num_from_disk == 0
 
 
-def test_two_engines_over_one_store_answer_as_one_does(
-    hybrid: Loaded, lfm2: Loaded, tmp_path: Path
-) -> None:
+def test_two_engines_over_one_store_answer_as_one_does(hybrid, lfm2, tmp_path):
     """They keep states of the same contexts, of other ones, and forks of them, in turns."""
     assert identity_of(hybrid[1]) == identity_of(lfm2[1])
     chats = [Chat(lfm2[0], open_engine(each[1], tmp_path / "kv")) for each in (hybrid, lfm2)]

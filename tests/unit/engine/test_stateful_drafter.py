@@ -128,9 +128,7 @@ def test_another_model_changes_no_answer(directory: Path, tmp_path: Path) -> Non
     engine.close()
 
 
-def test_a_step_that_fails_behind_its_drafts_is_run_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_behind_its_drafts_is_run_again(directory, monkeypatch):
     """The draft model's state has read all tokens by then, and cannot take one back."""
     engine = engine_of(directory, directory)
     engine.speculation.switch(Mode.OFF)

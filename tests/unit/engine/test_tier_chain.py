@@ -171,10 +171,7 @@ def test_statistics_name_each_tier_and_forgetting_reaches_it(machines: Machines)
     assert process.chain.flush(60.0)
     num_blocks = len(machines.shared.blocks)
     lines = [line for tier in process.harness.engine.status().tiers for line in tier_lines(tier)]
-    assert [line.split()[:2] for line in lines] == [
-        ["disk:", "1"],
-        ["shared:", str(num_blocks)],
-    ]
+    assert [line.split()[:2] for line in lines] == [["disk:", "1"], ["shared:", str(num_blocks)]]
 
     done: list[bool] = []
     process.harness.engine.forget([(HISTORY, 12)], lambda: done.append(True))

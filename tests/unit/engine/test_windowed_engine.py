@@ -66,9 +66,7 @@ def lose_what_was_computed_again(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant", [forget_a_block_too_early, go_on_after_a_lost_window, lose_what_was_computed_again]
 )
-def test_a_fault_in_windows_shows(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_windows_shows(plant, monkeypatch):
     plant(monkeypatch)
     for name in ("check", "let_go"):  # nothing else is to find the fault
         original = getattr(WindowBlocks, name)
@@ -235,9 +233,7 @@ def test_a_restart_goes_on_at_every_turn(processes: Processes) -> None:
         assert finished.usage.cached.disk >= (len(end) - 1) // 4 * 4
 
 
-def test_images_without_a_window_are_never_used_as_if_they_had_one(
-    processes: Processes, tier: MemoryTier
-) -> None:
+def test_images_without_a_window_are_never_used_as_if_they_had_one(processes, tier):
     """A branch into the middle of a long prompt, of which only the end has windows."""
     processes.end_one(spec(LONG))
     absent = b"\xff" * 32

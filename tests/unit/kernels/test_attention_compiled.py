@@ -4,7 +4,7 @@ What the interpreter cannot show: that nothing spills, that shared memory suffic
 run on the tensor cores, and that keys and values are loaded ahead of their use.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,12 +12,7 @@ import torch
 
 from kvchat_kernels.kv_code import CODES, INT8, KvCode, group_size
 from kvchat_kernels.launch import Launch
-from kvchat_kernels.paged_attention import (
-    AttentionSpan,
-    DeviceSequences,
-    PagedSequences,
-    Scoring,
-)
+from kvchat_kernels.paged_attention import AttentionSpan, DeviceSequences, PagedSequences, Scoring
 from kvchat_kernels.paged_attention.tiles import Card, LayerShape, tiles_of, unsupported
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches
 from support.compiling import (
@@ -125,10 +120,7 @@ def coded_call(
     def meta(pool: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*pool.shape[:3], width, dtype=dtype, device="meta")
 
-    sides = (
-        (call.key_pool, dims[0], code.keys),
-        (call.value_pool, dims[1], code.values),
-    )
+    sides = ((call.key_pool, dims[0], code.keys), (call.value_pool, dims[1], code.values))
     keys, values = (meta(pool, of.width(dim), of.dtype) for pool, dim, of in sides)
     scales = [meta(pool, dim // group_size(dim), torch.bfloat16) for pool, dim, _ in sides]
     return replace(
@@ -188,9 +180,7 @@ def launches(call: AttentionCall, gpu: Gpu = HOPPER) -> Iterator[Launch]:
     spread(VARIANTS, [*(((128, 128), n) for n in QUERIES), ((256, 256), 2048), ((512, 512), 8)]),
     ids=str,
 )
-def test_with_every_rule_nothing_spills_and_loads_are_wide(
-    dims: tuple[int, int], query_len: int
-) -> None:
+def test_with_every_rule_nothing_spills_and_loads_are_wide(dims, query_len):
     attend, *merge = launches(attention_call(dims, query_len, torch.bfloat16, True))
 
     code = compiled(attend)
@@ -209,9 +199,7 @@ def test_with_every_rule_nothing_spills_and_loads_are_wide(
     spread(SMALL_VARIANTS, [*_COMMON[2:], (RTX_40, (256, 256), 8), (RTX_40, (512, 512), 1)]),
     ids=str,
 )
-def test_tiles_fit_gpus_with_less_shared_memory(
-    gpu: Gpu, dims: tuple[int, int], query_len: int
-) -> None:
+def test_tiles_fit_gpus_with_less_shared_memory(gpu, dims, query_len):
     """A decode's tile once took 104,448 bytes, of which consumer GPUs have 101,376: no model of 16
     bits started there."""
     code = compiled(
@@ -223,9 +211,7 @@ def test_tiles_fit_gpus_with_less_shared_memory(
 
 
 @pytest.mark.parametrize(("gpu", "dims", "query_len", "code"), CODED_VARIANTS)
-def test_over_kv_in_few_bits_nothing_spills(
-    gpu: Gpu, dims: tuple[int, int], query_len: int, code: KvCode
-) -> None:
+def test_over_kv_in_few_bits_nothing_spills(gpu, dims, query_len, code):
     """Numbers are copied to shared memory as they are, and multiplied by tensor cores."""
     launch = next(launches(coded_call(dims, query_len, torch.bfloat16, code), gpu))
 
@@ -242,9 +228,7 @@ def with_private_table(call: AttentionCall) -> AttentionCall:
 
 
 @pytest.mark.parametrize(("gpu", "dims", "query_len", "make"), PRIVATE_VARIANTS)
-def test_over_private_tables_nothing_spills(
-    gpu: Gpu, dims: tuple[int, int], query_len: int, make: Callable[..., AttentionCall]
-) -> None:
+def test_over_private_tables_nothing_spills(gpu, dims, query_len, make):
     """Positions are loaded as block ids are, and leave the pipeline of a decode its stages."""
     call = make(dims, query_len, torch.bfloat16)
     private = compiled(next(launches(with_private_table(call), gpu)), gpu=gpu)
@@ -311,9 +295,7 @@ def test_what_a_captured_step_launches_is_compiled(num_sequences: int, most: int
 @pytest.mark.parametrize("has_everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.parametrize("query_len", QUERIES)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_no_variant_spills(
-    dims: tuple[int, int], query_len: int, has_everything: bool, dtype: torch.dtype
-) -> None:
+def test_no_variant_spills(dims, query_len, has_everything, dtype):
     for launch in launches(attention_call(dims, query_len, dtype, has_everything)):
         compiled(launch)
 

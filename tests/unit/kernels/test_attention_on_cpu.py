@@ -42,9 +42,7 @@ def multiplies_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("multiplies_in_16_bits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("span", SPANS, ids=str)
-def test_a_step_of_all_kinds_of_rows_is_attended_as_the_reference_does(
-    span: AttentionSpan, dtype: torch.dtype
-) -> None:
+def test_a_step_of_all_kinds_of_rows_is_attended_as_the_reference_does(span, dtype):
     query, *pools, sequences = problem(dtype)
     assert sequences.num_tokens > MAX_ROWS, "rows are computed in one group"
 
@@ -80,9 +78,7 @@ def test_torch_attends_many_rows_in_16_bits_and_no_softcap_where_it_is_faster(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_is_the_same_beside_others(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_the_same_beside_others(dtype, monkeypatch):
     monkeypatch.setattr(by_cpu, "multiplies_in", lambda dtype: False)
     query, *pools, sequences = problem(dtype)
     together = paged_attention(query, *pools, sequences, Scoring(0.25))

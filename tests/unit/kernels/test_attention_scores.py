@@ -22,9 +22,7 @@ BLOCK, NUM_HEADS, NUM_KV_HEADS, DIM = 4, 6, 2, 32
     ids=["plain", "softcap and sinks", "window"],
 )
 @pytest.mark.parametrize("is_private", [False, True])
-def test_scores_are_sums_and_maxima_of_attention_weights(
-    scoring: Scoring, is_private: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_sums_and_maxima_of_attention_weights(scoring, is_private, monkeypatch):
     """One row and one head at a time, also where the rows are computed in several parts."""
     monkeypatch.setattr("kvchat_kernels.attention_scores._MOST_WEIGHTS", 2 * NUM_HEADS * 14)
     torch.manual_seed(1)

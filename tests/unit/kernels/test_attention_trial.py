@@ -61,9 +61,7 @@ def test_kernels_that_leave_rows_unwritten_are_refused(monkeypatch: pytest.Monke
     assert trial_error(CPU, SHAPE) == "the attention kernels compute wrong results here"
 
 
-def test_a_layer_whose_trial_fails_runs_torch_and_is_tried_once(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
+def test_a_layer_whose_trial_fails_runs_torch_and_is_tried_once(monkeypatch, gpu):
     tried = []
     monkeypatch.setattr(
         "kvchat_kernels.paged_attention.trial.trial_error",
@@ -76,9 +74,7 @@ def test_a_layer_whose_trial_fails_runs_torch_and_is_tried_once(
     assert tried == [SHAPE]
 
 
-def test_a_layer_whose_trial_succeeds_runs_kernels(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
+def test_a_layer_whose_trial_succeeds_runs_kernels(monkeypatch, gpu):
     monkeypatch.setattr(
         "kvchat_kernels.paged_attention.trial.trial_error", lambda device, shape: None
     )
@@ -93,7 +89,5 @@ def test_a_layer_whose_trial_succeeds_runs_kernels(
         [replace(SHAPE, code=INT8)],
     ),
 )
-def test_tiles_over_few_bits_that_are_right_pass(
-    shape: LayerShape, interpreter: Interpreter
-) -> None:
+def test_tiles_over_few_bits_that_are_right_pass(shape, interpreter):
     assert interpreter(trial_error, CPU, shape) is None

@@ -31,9 +31,7 @@ from support.soak_sizes import short_and_long
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_products_are_those_of_the_unpacked_weights(
-    interpreter: Interpreter, kind: Kind, num_rows: int
-) -> None:
+def test_products_are_those_of_the_unpacked_weights(interpreter, kind, num_rows):
     interpreter(check_block_linear, kind, (num_rows, 90, 37), torch.float16, num_rows == 5)
 
 
@@ -61,9 +59,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(interpreter: Interpreter) -
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_weights_rounded_by_tiles_are_those_rounded_at_once(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_rounded_by_tiles_are_those_rounded_at_once(bits, monkeypatch):
     monkeypatch.setattr("kvchat_kernels.linear.blocks._ELEMENTS_AT_ONCE", 200)
     weight = torch.randn(11, 64)
 
@@ -106,9 +102,7 @@ LONG = [pytest.param(*pair, marks=pytest.mark.soak) for pair in OTHERS]
 
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize(("gpu", "kind"), [*USUAL, *LONG], ids=str)
-def test_weights_are_on_their_way_before_they_are_needed(
-    gpu: Gpu, kind: Kind, num_rows: int
-) -> None:
+def test_weights_are_on_their_way_before_they_are_needed(gpu, kind, num_rows):
     out = meta(num_rows, 14336)
     launch = block_linear_launch(meta(num_rows, 4096), empty_blocks((14336, 4096), kind), None, out)
 

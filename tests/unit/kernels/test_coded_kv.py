@@ -177,9 +177,7 @@ def test_values_that_are_no_numbers_are_not_attended_as_such(code: KvCode) -> No
 
 @pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_a_key_that_is_no_number_makes_none_of_what_sees_it(
-    code: KvCode, softcap: float | None
-) -> None:
+def test_a_key_that_is_no_number_makes_none_of_what_sees_it(code, softcap):
     """Its weight was 0 once: an answer without it, as fluent as the right one."""
     torch.manual_seed(0)
     kv = zeroed_pools(5, 16, 1, 64, 64, code=code)
@@ -200,9 +198,7 @@ def test_a_key_that_is_no_number_makes_none_of_what_sees_it(
 
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize(("dim", "is_turned"), [(64, True), (48, True), (64, False)])
-def test_changed_numbers_are_those_restored_changed_and_rounded(
-    form: Form, dim: int, is_turned: bool
-) -> None:
+def test_changed_numbers_are_those_restored_changed_and_rounded(form, dim, is_turned):
     torch.manual_seed(3)
     code = NumberCode(form, turned=is_turned)
     stored = code.quantised(torch.randn(40, 2, dim))
@@ -259,9 +255,7 @@ def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
 
 @pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
 @pytest.mark.parametrize("span", SPANS)
-def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(
-    span: AttentionSpan, code: KvCode
-) -> None:
+def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span, code):
     torch.manual_seed(1)
     count, end, heads = 16, 601, 3
     kv = zeroed_pools(38, 16, 1, 64, 32, code=code)
@@ -284,9 +278,7 @@ def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(
         *((code, dims) for code in (K8V4, INT4) for dims in [(64, 64), (16, 80)]),
     ],
 )
-def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(
-    code: KvCode, dims: tuple[int, int]
-) -> None:
+def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(code, dims):
     """From the smallest floats to the largest, zeros, ties, and what is not a number."""
     torch.manual_seed(0)
     num_rows, num_heads, num_kv_heads = 16, 4, 2
@@ -303,14 +295,7 @@ def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(
     qkv[9, ::3] *= 1000
     slots = torch.tensor([3, 9, 18, 11, 2, 0, 1, 4, 5, 6, -1, 7, 8, 10, 12, 13])
     kv, plain = (zeroed_pools(5, 4, num_kv_heads, *dims, code=code) for _ in range(2))
-    heads = rotation.Heads(
-        num_heads,
-        num_kv_heads,
-        *dims,
-        0,
-        rotation.HeadNorm.NONE,
-        kv.code,
-    )
+    heads = rotation.Heads(num_heads, num_kv_heads, *dims, 0, rotation.HeadNorm.NONE, kv.code)
     task = rotation.RotationTask(
         qkv=qkv,
         qkv_stride=qkv.stride(0) * 4,
@@ -385,9 +370,7 @@ def test_a_large_channel_is_spread_over_the_group_of_a_turned_key() -> None:
 
 
 @pytest.mark.parametrize("turned_first", [False, True])
-def test_the_searched_scale_of_four_bits_leaves_less_error_than_the_largest_number(
-    turned_first: bool,
-) -> None:
+def test_the_searched_scale_of_four_bits_leaves_less_error_than_the_largest_number(turned_first):
     """The error of attention is that of its values: the search takes an eighth of it away."""
     torch.manual_seed(0)
     values = torch.randn(500, 64)

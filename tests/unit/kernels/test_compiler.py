@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,7 @@ def test_a_process_compiles_what_this_one_would(target: Target) -> None:
 
 
 @pytest.mark.parametrize("program", ["import sys; sys.stdin.buffer.read(8)", "print('a greeting')"])
-def test_what_an_ended_process_left_is_compiled_here(
-    program: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_ended_process_left_is_compiled_here(program, target, monkeypatch):
     """After a greeting, whose beginning is a length that no memory has, loading never ended."""
     monkeypatch.setattr(compiler, "_PROGRAM", program)
     processes, text = Processes(target, 1), add_ones(1)
@@ -49,18 +46,14 @@ def test_what_an_ended_process_left_is_compiled_here(
     assert processes.begin(text).result(60) == machine_code(text, target)
 
 
-def test_a_path_for_modules_may_have_other_entries_than_texts(
-    target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_path_for_modules_may_have_other_entries_than_texts(target, monkeypatch, tmp_path):
     """With one of pathlib's, loading never ended."""
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
 
     assert Processes(target, 1).begin(add_ones(1)).result(60)
 
 
-def test_without_processes_kernels_are_compiled_here(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_processes_kernels_are_compiled_here(target, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
@@ -75,9 +68,7 @@ def test_wrong_code_raises_where_its_address_is_wanted(target: Target) -> None:
         Processes(target, 1).begin("no code of LLVM").result()
 
 
-def test_a_function_is_saved_once_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_is_saved_once_it_is_wanted(tmp_path, monkeypatch):
     cache = ObjectCache(tmp_path / "kernels")
     monkeypatch.setattr(compiler, "object_cache", lambda: cache)
     monkeypatch.setattr(compiler, "_SHORT", 0)

@@ -115,13 +115,7 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
 def test_a_side_input_is_taken_from_rows_of_all_layers() -> None:
     gate, sides, out = torch.randn(3, 40), torch.randn(3, 120), torch.zeros(3, 40)
     side = sides[:, 40:80]
-    task = gates.SideTask(
-        gate=gate,
-        side=side,
-        side_stride=sides.stride(0) * 4,
-        out=out,
-        width=40,
-    )
+    task = gates.SideTask(gate=gate, side=side, side_stride=sides.stride(0) * 4, out=out, width=40)
     kernel = gates.side_kernel(gates.Activation.GELU_TANH)
 
     run_units(Operation(kernel, task, header(3), None), 3, 1)
@@ -166,9 +160,7 @@ def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_rows_are_multiplied_in_float32(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_are_multiplied_in_float32(dtype, monkeypatch):
     monkeypatch.setattr(linear_cpu, "is_fast_by_torch", lambda dtype: False)
     torch.manual_seed(0)
     for num_out, num_in, is_inference in ((5, 32, True), (70, 96, False), (33, 64, True)):
@@ -220,9 +212,7 @@ def test_products_are_exact_to_float32(dtype: torch.dtype, has_bias: bool) -> No
     ("num_out", "row_bytes", "most_bytes"),
     [(256, 256, 1 << 15), (3072, 256, 3 << 15), (896, 952, 896 * 952 // 8), (32000, 1792, 1 << 18)],
 )
-def test_a_unit_is_an_eighth_of_a_matrix_within_limits(
-    num_out: int, row_bytes: int, most_bytes: int
-) -> None:
+def test_a_unit_is_an_eighth_of_a_matrix_within_limits(num_out, row_bytes, most_bytes):
     """Matrices of 64 KB were one unit each: two threads read prompts hardly faster than one."""
     rows = products.unit_rows(num_out, row_bytes)
     assert rows % products.WEIGHT_ROWS == 0
@@ -270,9 +260,7 @@ def test_values_are_normed_and_only_queries_where_kv_is_anothers(writes_kv: bool
 @pytest.mark.parametrize("turns_neighbours", [False, True])
 @pytest.mark.parametrize("norm", rotation.HeadNorm)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_rotated_and_written(
-    dtype: torch.dtype, norm: rotation.HeadNorm, turns_neighbours: bool, norms_last: bool
-) -> None:
+def test_heads_are_normed_rotated_and_written(dtype, norm, turns_neighbours, norms_last):
     torch.manual_seed(0)
     num_rows, num_heads, num_kv_heads, key_dim, value_dim, rotated = 5, 4, 2, 32, 24, 16
     stored = stored_as(dtype)
@@ -455,9 +443,7 @@ def test_spans_look_at_positions_where_a_table_has_its_own(name: str, block_size
 
 @pytest.mark.parametrize("span", [AttentionSpan(None, None), AttentionSpan(300, None)])
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 7])
-def test_attention_of_a_row_is_the_same_beside_others_to_the_bit(
-    num_heads: int, span: AttentionSpan
-) -> None:
+def test_attention_of_a_row_is_the_same_beside_others_to_the_bit(num_heads, span):
     """A tile is read for 4, 3, 2 or 1 pairs of a row and a head: which, depends on the rows."""
     torch.manual_seed(num_heads)
     count, end = 16, 601

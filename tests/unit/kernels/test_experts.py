@@ -87,9 +87,7 @@ SIZES = [(1, 8, 2), (5, 10, 3), (MAX_ROWS, 5, 5), (7, 64, 6), (3, 1, 1)]
 
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_takes_its_best_experts_and_their_softmax(
-    size: tuple[int, int, int], normalises: bool
-) -> None:
+def test_a_row_takes_its_best_experts_and_their_softmax(size, normalises):
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
 
@@ -106,9 +104,7 @@ def test_a_row_takes_its_best_experts_and_their_softmax(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_bias_may_choose_and_is_in_no_factor(
-    size: tuple[int, int, int], normalises: bool, has_bias: bool, kind: Factors
-) -> None:
+def test_a_bias_may_choose_and_is_in_no_factor(size, normalises, has_bias, kind):
     """ERNIE's is added to the softmax of the scores, not to the scores.
 
     The sum that shares are divided by has a lower limit, which was once added to it.
@@ -139,14 +135,7 @@ def test_a_bias_may_choose_and_is_in_no_factor(
     ("size", "number", "num_best"),
     [((1, 8, 2), 4, 1), ((MAX_ROWS, 64, 6), 8, 3), ((7, 12, 4), 2, 1), ((5, 10, 3), 5, 5)],
 )
-def test_a_row_takes_its_experts_of_its_best_sets(
-    size: tuple[int, int, int],
-    number: int,
-    num_best: int,
-    kind: Factors,
-    has_bias: bool,
-    of_score: int,
-) -> None:
+def test_a_row_takes_its_experts_of_its_best_sets(size, number, num_best, kind, has_bias, of_score):
     """DeepSeek V3 adds up the two best of a set, V2 takes the best."""
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1])
@@ -175,9 +164,7 @@ def test_of_equal_sets_the_first_are_taken() -> None:
 
 @pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_sparse_mixer_compares_an_expert_with_those_near_it(
-    size: tuple[int, int, int], shift: float
-) -> None:
+def test_a_sparse_mixer_compares_an_expert_with_those_near_it(size, shift):
     """Phi's. What is near is measured by the larger of the best score and a score's size."""
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) + shift
@@ -227,9 +214,7 @@ def test_pairs_are_sorted_by_expert(size: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("size", SIZES)
-def test_products_are_those_of_the_chosen_experts(
-    size: tuple[int, int, int], num_threads: int
-) -> None:
+def test_products_are_those_of_the_chosen_experts(size, num_threads):
     """Gathered, multiplied with each pair's expert, and added up: as a loop over rows does it."""
     torch.manual_seed(2)
     scene, num_out = Scene(*size), 20

@@ -55,9 +55,7 @@ def asked_anew() -> Iterator[None]:
         ({"cpu_name": "AMD EPYC"}, False),
     ],
 )
-def test_intels_bfloat16_without_amx_is_no_faster_than_float32(
-    processor: dict[str, object], is_fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intels_bfloat16_without_amx_is_no_faster_than_float32(processor, is_fast, monkeypatch):
     """A prompt took 1.2 times as long there: torch is slow with the instructions that exist."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor | {"avx512_fp16": True})
 

@@ -8,12 +8,7 @@ from gguf.quants import dequantize
 
 from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear import gguf_blocks
-from kvchat_kernels.linear.blocks import (
-    BlockWeights,
-    dequantised,
-    interleaved,
-    with_planes_apart,
-)
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised, interleaved, with_planes_apart
 from kvchat_kernels.linear.cpu import read_blocks, rounding_beside
 from kvchat_kernels.linear.file_formats import FILE_FORMATS
 from kvchat_kernels.linear.gguf_blocks import block_weights, held_bytes
@@ -69,9 +64,7 @@ def test_other_formats_have_no_layout() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_that_are_read_tile_by_tile_are_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_read_tile_by_tile_are_the_same(name, monkeypatch):
     rows = torch.from_numpy(random_rows(name, 7, 512))
     whole = block_weights(rows, name)
     monkeypatch.setattr(gguf_blocks, "_BYTES_AT_ONCE", 3 * rows.shape[1])
@@ -120,9 +113,7 @@ def test_rows_that_lie_anywhere_in_a_file_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_blocks_are_read_without_compiled_code(
-    is_interleaved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_read_without_compiled_code(is_interleaved, monkeypatch):
     rows = torch.from_numpy(random_rows("Q4_K", 5, 512))
     compiled = read_blocks(rows, "Q4_K", is_interleaved)
     monkeypatch.setattr(linear_cpu, "compiled_calls", lambda: None)

@@ -16,7 +16,6 @@ import kvchat_kernels.row_operations
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation
 from support.graph_recorder import Recorder
-from support.interpreter import Interpreter
 from support.paged_scene import Scene, load_tiny
 
 Log = list[tuple[Any, ...]]
@@ -82,9 +81,7 @@ LONG = [pytest.param("mistral, window", 3, [1, 63, 257], marks=pytest.mark.soak)
 
 @pytest.mark.matrix  # interpreting two whole steps takes seconds
 @pytest.mark.parametrize(("name", "num_new", "contexts"), [("qwen3", 2, [0, 255]), *LONG])
-def test_launches_do_not_depend_on_lengths(
-    name: str, num_new: int, contexts: list[int], interpreter: Interpreter, tmp_path: Path
-) -> None:
+def test_launches_do_not_depend_on_lengths(name, num_new, contexts, interpreter, tmp_path):
     first, *others = interpreter(launches_at, name, tmp_path, num_new, contexts)
 
     kernels = {launch[0] for launch in first}

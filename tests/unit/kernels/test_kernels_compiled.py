@@ -117,9 +117,7 @@ def test_kv_write(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_norms", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("is_interleaved", [False, True], ids=["", "interleaved"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope_kv_write(
-    shape: tuple[int, int, int, int], is_interleaved: bool, has_norms: bool
-) -> None:
+def test_rope_kv_write(shape, is_interleaved, has_norms):
     dtype = torch.bfloat16
     views, step_kv, rotated = step(shape, dtype)
     angles = meta(4, shape[3], dtype=dtype)

@@ -52,9 +52,7 @@ def test_where_triton_finds_no_device_it_says_why() -> None:
     assert "\n" not in reason
 
 
-def test_a_gpu_on_which_the_smoke_test_fails_gets_torch(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
+def test_a_gpu_on_which_the_smoke_test_fails_gets_torch(monkeypatch, gpu):
     """A machine without a C compiler may have a GPU and Triton: kvchat must run there, too."""
     tested = []
     monkeypatch.setattr(
@@ -67,9 +65,7 @@ def test_a_gpu_on_which_the_smoke_test_fails_gets_torch(
     assert tested == [gpu], "tried once, and remembered"
 
 
-def test_a_gpu_on_which_the_smoke_test_succeeds_gets_kernels(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
+def test_a_gpu_on_which_the_smoke_test_succeeds_gets_kernels(monkeypatch, gpu):
     monkeypatch.setattr("kvchat_kernels.smoke_test.smoke_test_error", lambda device: None)
 
     assert uses_triton(gpu, "auto")

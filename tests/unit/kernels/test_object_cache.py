@@ -51,9 +51,7 @@ def test_what_others_may_write_is_not_run(kept: ObjectCache, tmp_path: Path, nam
     assert kept.load("one.o") is None
 
 
-def test_an_incognito_process_reads_and_saves_nothing(
-    kept: ObjectCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incognito_process_reads_and_saves_nothing(kept, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))
     save_nothing()
 
@@ -129,9 +127,7 @@ def test_files_that_are_not_used_for_a_month_go(old: ObjectCache, tmp_path: Path
     assert names_in(old) == {name_of(3), name_of(3, OTHER), name_of(5)}
 
 
-def test_a_file_that_is_used_stays(
-    old: ObjectCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_used_stays(old, tmp_path, monkeypatch):
     assert old.load(name_of(1)) == b"code"
     with monkeypatch.context() as incognito:
         incognito.setattr("os.environ", dict(os.environ))
@@ -160,9 +156,7 @@ def test_only_files_that_are_ours_go(old: ObjectCache, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX], ids=["saves", "deletes"])
-def test_nothing_goes_while_another_process_saves_and_the_reverse(
-    kind: int, old: ObjectCache, tmp_path: Path
-) -> None:
+def test_nothing_goes_while_another_process_saves_and_the_reverse(kind, old, tmp_path):
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, kind)
     before = names_in(old)

@@ -62,9 +62,7 @@ def test_a_thousand_tokens_in_every_manner_of_chunk(name: str, new_tokens: int) 
 )
 @pytest.mark.parametrize("new_tokens", [1, 5, 24])
 @pytest.mark.parametrize("name", ["full", "window 100", "chunk 48", "softcap", "sinks"])
-def test_runs_of_blocks_are_read_where_they_lie(
-    name: str, new_tokens: int, dtype: torch.dtype
-) -> None:
+def test_runs_of_blocks_are_read_where_they_lie(name, new_tokens, dtype):
     lengths = [(new_tokens, 1500), (new_tokens, 70)]
 
     check_attention(CASES[name], lengths, "cpu", dtype=dtype, layout="broken")
@@ -73,9 +71,7 @@ def test_runs_of_blocks_are_read_where_they_lie(
 @pytest.mark.parametrize("layout", ["broken", "consecutive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["full", "window 100", "sinks"])
-def test_a_row_over_a_long_context_is_read_from_a_copy_or_in_place(
-    name: str, dtype: torch.dtype, layout: str
-) -> None:
+def test_a_row_over_a_long_context_is_read_from_a_copy_or_in_place(name, dtype, layout):
     check_attention(CASES[name], [(1, 2300), (1, 4500), (1, 9)], "cpu", dtype=dtype, layout=layout)
 
 

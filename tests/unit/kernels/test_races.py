@@ -48,9 +48,7 @@ def raced(runners: Runners, monkeypatch: pytest.MonkeyPatch, name: str = "produc
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_faster_form_is_taken_and_kept_for_later_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_faster_form_is_taken_and_kept_for_later_starts(monkeypatch):
     """A list of names left the prompts of a Zen 4 to code of a quarter of the speed."""
     first = Runners(second_s=2.0, first_s=1.0)
     assert not raced(first, monkeypatch)
@@ -62,9 +60,7 @@ def test_the_faster_form_is_taken_and_kept_for_later_starts(
     assert raced(later, monkeypatch, name="another format")
 
 
-def test_a_damaged_verdict_is_a_new_race(
-    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_verdict_is_a_new_race(cache, monkeypatch):
     raced(Runners(1.0, 2.0), monkeypatch)
     [verdict] = cache.directory.iterdir()
     verdict.write_bytes(b"seconds")
@@ -73,9 +69,7 @@ def test_a_damaged_verdict_is_a_new_race(
 
 
 @pytest.mark.skipif(not features.has_512_bits(), reason="the processor has no vectors of 512 bits")
-def test_both_forms_of_a_kernel_are_compiled_and_run(
-    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_forms_of_a_kernel_are_compiled_and_run(cache, monkeypatch):
     """In all other tests the form is chosen by its name."""
     monkeypatch.setattr(races, "_race", RACE)
 

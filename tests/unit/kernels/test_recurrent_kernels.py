@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvchat_kernels.cpu import (
-    convolution,
-    delta,
-    delta_rows,
-    gates,
-    mamba,
-    mamba_rows,
-    selective,
-)
+from kvchat_kernels.cpu import convolution, delta, delta_rows, gates, mamba, mamba_rows, selective
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, Program
@@ -57,9 +49,7 @@ def in_order(counts: list[int]) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_taps", [2, 3, 4, 5])
 @pytest.mark.parametrize("channels", [8, 24, 1048])
-def test_a_convolution_is_the_sum_of_the_last_inputs(
-    channels: int, num_taps: int, dtype: torch.dtype, counts: list[int]
-) -> None:
+def test_a_convolution_is_the_sum_of_the_last_inputs(channels, num_taps, dtype, counts):
     """Three steps, so that what a step keeps is what the next one reads."""
     torch.manual_seed(0)
     weights = torch.randn(num_taps, channels)
@@ -101,9 +91,7 @@ def test_a_convolution_is_the_sum_of_the_last_inputs(
 @pytest.mark.parametrize("counts", _COUNTS)
 @pytest.mark.parametrize("is_activated", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_convolution_may_have_a_bias_and_gates(
-    is_gated: bool, is_activated: bool, counts: list[int]
-) -> None:
+def test_a_convolution_may_have_a_bias_and_gates(is_gated, is_activated, counts):
     torch.manual_seed(1)
     channels, num_taps, num_rows = 48, 3, sum(counts)
     weights, bias = torch.randn(num_taps, channels), torch.randn(channels)
@@ -164,9 +152,7 @@ def test_numbers_are_put_in_another_order(width: int) -> None:
     ("num_heads", "num_key_heads", "key_dim", "value_dim"),
     [(1, 1, 8, 8), (4, 2, 16, 24), (3, 3, 24, 32), (16, 16, 128, 128), (8, 2, 64, 128)],
 )
-def test_a_step_of_the_state_is_the_formula(
-    num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, counts: list[int]
-) -> None:
+def test_a_step_of_the_state_is_the_formula(num_heads, num_key_heads, key_dim, value_dim, counts):
     torch.manual_seed(1)
     form = delta.DeltaForm(num_heads, num_key_heads, key_dim, value_dim)
     keys, values, num_rows = num_key_heads * key_dim, num_heads * value_dim, sum(counts)
@@ -217,9 +203,7 @@ def test_a_step_of_the_state_is_the_formula(
     ("num_heads", "num_groups", "head_dim", "state_size"),
     [(1, 1, 8, 8), (4, 2, 16, 24), (6, 3, 24, 16), (16, 1, 64, 128), (8, 8, 32, 256)],
 )
-def test_a_step_of_mamba_is_the_formula(
-    num_heads: int, num_groups: int, head_dim: int, state_size: int, counts: list[int]
-) -> None:
+def test_a_step_of_mamba_is_the_formula(num_heads, num_groups, head_dim, state_size, counts):
     torch.manual_seed(3)
     form = mamba.MambaForm(num_heads, num_groups, head_dim, state_size)
     width, of_groups, num_rows = num_heads * head_dim, num_groups * state_size, sum(counts)
@@ -259,11 +243,7 @@ def test_a_step_of_mamba_is_the_formula(
             assert torch.allclose(out[row].flatten(), expected, rtol=1e-3, atol=1e-3)
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
     task = mamba.GroupNormTask(
-        x=out,
-        weight=weight,
-        width=out.shape[2],
-        epsilon=epsilon,
-        num_groups=num_groups,
+        x=out, weight=weight, width=out.shape[2], epsilon=epsilon, num_groups=num_groups
     )
     normed = recurrent_formulas.group_norm(out, weight, epsilon)
 
@@ -278,9 +258,7 @@ def test_a_step_of_mamba_is_the_formula(
     ("channels", "size", "rank", "width"),
     [(8, 8, 8, 32), (200, 24, 40, 64), (1536, 16, 48, 64), (64, 128, 32, 32)],
 )
-def test_a_step_of_mamba_1_is_the_formula(
-    channels: int, size: int, rank: int, width: int, is_normed: bool, counts: list[int]
-) -> None:
+def test_a_step_of_mamba_1_is_the_formula(channels, size, rank, width, is_normed, counts):
     torch.manual_seed(5)
     form = selective.SelectiveForm(channels, size, rank)
     num_rows, epsilon = sum(counts), 1e-5
@@ -347,11 +325,7 @@ def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
     both = torch.randn(2, num_heads, 2, dim)
     out = torch.zeros(2, num_heads * dim + 5)
     task = gates.HeadsTask(
-        both=both,
-        out=out,
-        out_stride=out.stride(0) * 4,
-        num_heads=num_heads,
-        dim=dim,
+        both=both, out=out, out_stride=out.stride(0) * 4, num_heads=num_heads, dim=dim
     )
 
     run_units(Operation(gates.heads_kernel(is_gate=False), task, header(2), None), 2, 1)
@@ -366,15 +340,9 @@ def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 37])
 @pytest.mark.parametrize(
     "heads",
-    [
-        delta.DeltaForm(1, 1, 8, 8),
-        delta.DeltaForm(4, 2, 16, 24),
-        delta.DeltaForm(6, 2, 64, 128),
-    ],
+    [delta.DeltaForm(1, 1, 8, 8), delta.DeltaForm(4, 2, 16, 24), delta.DeltaForm(6, 2, 64, 128)],
 )
-def test_rows_of_a_delta_net_are_its_steps_one_after_another(
-    heads: delta.DeltaForm, num_rows: int
-) -> None:
+def test_rows_of_a_delta_net_are_its_steps_one_after_another(heads, num_rows):
     torch.manual_seed(4)
     form = delta_rows.RowsForm(heads, num_taps=4)
     channels, width = form.num_channels, heads.num_heads * heads.value_dim
@@ -434,9 +402,7 @@ def test_rows_of_a_delta_net_are_its_steps_one_after_another(
     "sizes",
     [mamba.MambaForm(1, 1, 8, 8), mamba.MambaForm(4, 2, 24, 16), mamba.MambaForm(6, 3, 64, 128)],
 )
-def test_rows_of_mamba_are_its_steps_one_after_another(
-    sizes: mamba.MambaForm, num_rows: int, has_bias: bool
-) -> None:
+def test_rows_of_mamba_are_its_steps_one_after_another(sizes, num_rows, has_bias):
     torch.manual_seed(5)
     form = mamba_rows.RowsForm(sizes, 4, has_bias)
     channels, width = form.num_channels, sizes.num_heads * sizes.head_dim

@@ -30,9 +30,7 @@ PRODUCTS = [(1, 1), (63, 5), (257, 9), (2050, 4)]
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norms_alone_and_after_an_addition(
-    interpreter: Interpreter, shape: tuple[int, ...], dtype: torch.dtype, offset: float
-) -> None:
+def test_norms_alone_and_after_an_addition(interpreter, shape, dtype, offset):
     interpreter(check_rms_norm, shape, dtype, offset)
 
 
@@ -45,9 +43,7 @@ def test_gates(interpreter: Interpreter, shape: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_products_with_one_row(
-    interpreter: Interpreter, sizes: tuple[int, int], dtype: torch.dtype, has_bias: bool
-) -> None:
+def test_products_with_one_row(interpreter, sizes, dtype, has_bias):
     interpreter(check_one_row_linear, sizes, dtype, has_bias)
 
 

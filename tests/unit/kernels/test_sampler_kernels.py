@@ -106,9 +106,7 @@ def test_what_a_row_draws_does_not_depend_on_the_rows_beside_it() -> None:
     ],
     ids=str,
 )
-def test_the_kernels_draw_what_the_twin_draws(
-    interpreter: Interpreter, vocab: int, dtype: torch.dtype
-) -> None:
+def test_the_kernels_draw_what_the_twin_draws(interpreter, vocab, dtype):
     interpreter(check_draws, vocab, dtype, 1)
 
 
@@ -118,15 +116,11 @@ def test_without_candidates_the_kernels_draw_the_same(interpreter: Interpreter) 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 42))
-def test_the_kernels_draw_what_the_twin_draws_many_times(
-    interpreter: Interpreter, seed: int
-) -> None:
+def test_the_kernels_draw_what_the_twin_draws_many_times(interpreter, seed):
     interpreter(check_draws, (5000, 300, 32000)[seed % 3], torch.float32, seed)
 
 
-def test_logits_that_are_no_numbers_are_reported_and_infinite_ones_are_borne(
-    interpreter: Interpreter,
-) -> None:
+def test_logits_that_are_no_numbers_are_reported_and_infinite_ones_are_borne(interpreter):
     interpreter(check_broken_logits)
 
 

@@ -22,9 +22,7 @@ def test_numbers_arrive_in_the_dtype_asked_for(numbers: Any, device: str) -> Non
         assert torch.equal(sent, expected)
 
 
-def test_what_goes_to_a_cuda_device_is_pinned_and_only_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_goes_to_a_cuda_device_is_pinned_and_only_queued(monkeypatch):
     """torch.tensor(..., device="cuda") had the sampler wait for the whole step, and launch only
     when the device had nothing left to do."""
     asked: list[object] = []
@@ -52,9 +50,7 @@ def test_what_is_read_is_what_stood_there_when_the_reading_began() -> None:
     assert read() == [4, -1, 9]
 
 
-def test_what_comes_from_a_cuda_device_is_waited_for_by_its_own_mark(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_from_a_cuda_device_is_waited_for_by_its_own_mark(monkeypatch):
     """The memory has the numbers only after the mark, which is behind the copy and nothing else."""
     there = SimpleNamespace(shape=(2,), dtype=torch.int64, device=torch.device("cuda", 0))
     queue: list[str] = []

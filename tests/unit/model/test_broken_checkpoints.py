@@ -33,9 +33,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @short_and_long(range(6), range(1000, 4000))
-def test_a_broken_checkpoint_loads_or_is_refused(
-    size: range, originals: list[Path], tmp_path: Path
-) -> None:
+def test_a_broken_checkpoint_loads_or_is_refused(size, originals, tmp_path):
     """In one sentence with exit code 3; nothing is unpickled, run, fetched or written elsewhere,
     and no try takes a minute of computing or three gigabytes of memory."""
     arguments = [str(tmp_path), str(size.start), str(size.stop), *map(str, originals)]

@@ -46,9 +46,7 @@ def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch: pytest.Mo
     assert free_bytes(GPU) == 15 << 30
 
 
-def test_a_limit_of_the_process_leaves_what_it_does_not_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_limit_of_the_process_leaves_what_it_does_not_have(monkeypatch):
     """Under `ulimit -v` a share of all memory was asked for, and --device-cache was blamed."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = num_pages * resource.getpagesize() + (64 << 20)
@@ -58,9 +56,7 @@ def test_a_limit_of_the_process_leaves_what_it_does_not_have(
 
 
 @pytest.fixture
-def load_beside_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., LoadedModel]:
+def load_beside_a_gpu(monkeypatch, tmp_path) -> Callable[..., LoadedModel]:
     """Loads a tiny model where a GPU has so much free memory."""
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
 
@@ -77,9 +73,7 @@ def load_beside_a_gpu(
     return load
 
 
-def test_a_model_that_does_not_fit_on_the_gpu_runs_on_the_cpu_and_says_so(
-    load_beside_a_gpu: Callable[..., LoadedModel],
-) -> None:
+def test_a_model_that_does_not_fit_on_the_gpu_runs_on_the_cpu_and_says_so(load_beside_a_gpu):
     loaded = load_beside_a_gpu(100 * MIB)
 
     assert loaded.device == CPU
@@ -88,9 +82,7 @@ def test_a_model_that_does_not_fit_on_the_gpu_runs_on_the_cpu_and_says_so(
     assert compare_with_own(loaded) > 0.999
 
 
-def test_a_model_that_was_asked_for_on_the_gpu_is_refused_there(
-    load_beside_a_gpu: Callable[..., LoadedModel],
-) -> None:
+def test_a_model_that_was_asked_for_on_the_gpu_is_refused_there(load_beside_a_gpu):
     with pytest.raises(ModelError, match="100 MiB of the GPU's memory are free") as caught:
         load_beside_a_gpu(100 * MIB, device="cuda")
 
@@ -111,9 +103,7 @@ def test_what_is_for_a_cpu_alone_is_decided_once_the_model_is_on_its_device(
     assert order == ["moved", "decided"]
 
 
-def test_memory_that_others_take_during_the_load_is_no_crash(
-    monkeypatch: pytest.MonkeyPatch, load_beside_a_gpu: Callable[..., LoadedModel]
-) -> None:
+def test_memory_that_others_take_during_the_load_is_no_crash(monkeypatch, load_beside_a_gpu):
     own_to = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -83,9 +83,7 @@ def test_attention_with_sinks_is_fused_although_experts_are_not(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_layers_of_known_forms_are_fused_and_others_part_by_part(
-    name: str, dtype: str, tmp_path: Path
-) -> None:
+def test_layers_of_known_forms_are_fused_and_others_part_by_part(name, dtype, tmp_path):
     loaded = load_fused(tmp_path, name, dtype)
 
     fusion = fusion_of(loaded)
@@ -203,9 +201,7 @@ def test_a_layer_with_a_norm_of_another_class_is_fused_in_parts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("part", ["", ".self_attn"])
-def test_a_model_that_computes_something_else_is_run_by_its_own_code(
-    part: str, tmp_path: Path
-) -> None:
+def test_a_model_that_computes_something_else_is_run_by_its_own_code(part, tmp_path):
     """A family is known by its type: the self-test of the whole finds code that has changed."""
     loaded = load_plain(tmp_path, "llama", "float32")
     module = loaded.module.get_submodule(f"model.layers.1{part}")

@@ -3,8 +3,6 @@
 tests/unit/kernels checks what each kernel computes, `test_fuse.py` what models compute by them.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -25,9 +23,7 @@ from support.fused_models import load_fused
 STEP = [(1, 9), (4, 33), (2, 2)]
 
 
-def test_a_layer_takes_the_kernels_and_nothing_beside_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_layer_takes_the_kernels_and_nothing_beside_them(monkeypatch, tmp_path):
     called: list[str] = []
 
     def spy(module: object, name: str) -> None:

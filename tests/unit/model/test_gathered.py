@@ -112,9 +112,7 @@ def write_rounded(
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_kv_in_few_bits_is_gathered_as_it_was_rounded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_in_few_bits_is_gathered_as_it_was_rounded(name, tmp_path, monkeypatch):
     loaded = load(checkpoint(name, tmp_path))
     plain = kv_geometry(loaded.spec, CacheConfig(8), loaded.dtype)
     ids = list(range(5, 25))
@@ -133,9 +131,7 @@ def test_kv_in_few_bits_is_gathered_as_it_was_rounded(
     assert 1e-4 < (found - own).abs().max() < found.std()
 
 
-def test_a_chat_over_few_bits_goes_on_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_over_few_bits_goes_on_after_a_restart(tmp_path, monkeypatch):
     """With its own KV, and with KV of more bits."""
     monkeypatch.setenv("KVCHAT_ROUNDING", "any")  # random weights change their minds
     model, answers, found = checkpoint("bloom", tmp_path / "m"), [], []
@@ -182,9 +178,7 @@ def test_on_a_gpu_weights_stay_and_a_note_says_so(tmp_path: Path) -> None:
     assert "--weights int8 is not used" in note
 
 
-def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(tmp_path, monkeypatch):
     from kvchat.core.errors import ModelUnsupported
     from kvchat.model.hf.gathered import GatheredSteps
 
@@ -199,9 +193,7 @@ def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
         ensure_trusted(loaded, NO_MEMORY)
 
 
-def test_info_names_the_path_and_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_names_the_path_and_its_reason(tmp_path, capsys):
     info(str(checkpoint("bloom", tmp_path)), "cpu", as_json=False)
 
     out = capsys.readouterr().out

@@ -25,9 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 @pytest.mark.parametrize(
     ("quant", "file"), [("q4_k_m", "m-Q4_K_M.gguf"), ("Q8_0", "Q8_0/m-Q8_0.gguf")]
 )
-def test_only_the_files_of_the_format_asked_for_are_downloaded(
-    quant: str, file: str, hub: FakeHub
-) -> None:
+def test_only_the_files_of_the_format_asked_for_are_downloaded(quant, file, hub):
     source = find_model(f"org/m-GGUF:{quant}")
 
     assert hub.downloaded == [file]

@@ -43,9 +43,7 @@ def tensor(dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize(("number", "name"), [(15, "Q4_K_M"), (0, "F32"), (999, "")])
-def test_a_file_says_in_which_mixture_of_formats_it_is(
-    number: int, name: str, tmp_path: Path
-) -> None:
+def test_a_file_says_in_which_mixture_of_formats_it_is(number, name, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(header(0, 1, text("general.file_type") + struct.pack("<II", 4, number)))
 
@@ -102,9 +100,7 @@ def test_a_file_cut_off_anywhere_gives_one_sentence(model_file: Path, tmp_path: 
 
 
 @short_and_long(60, 5000)
-def test_flipped_bytes_give_a_model_or_one_sentence(
-    size: int, model_file: Path, tmp_path: Path
-) -> None:
+def test_flipped_bytes_give_a_model_or_one_sentence(size, model_file, tmp_path):
     """Only the header is flipped: what weights are is nothing that could be checked."""
     from kvchat.model.checkpoint.text_files import read_text_files
     from kvchat.model.loader import inspect_model

@@ -42,9 +42,7 @@ def config_of(**odd: Any) -> dict[str, Any]:
     ],
     ids=["none", "0", "yarn of 0", "kind none", "no kind", "as older files spell it"],
 )
-def test_a_rope_factor_means_what_it_means_to_llama_cpp(
-    odd: dict[str, Any], expected: dict[str, Any] | None
-) -> None:
+def test_a_rope_factor_means_what_it_means_to_llama_cpp(odd, expected):
     """A factor of 0 gave logits that are no numbers, and one without a kind was ignored."""
     assert config_of(**odd).get("rope_scaling") == expected
 

@@ -162,13 +162,7 @@ def test_a_manifest_is_not_trusted(ollama: Path, content: bytes) -> None:
             ollama_gguf("ollama:tiny:1b")
 
 
-def test_models_list_has_gguf_files_with_their_sizes(
-    hub: Path,
-    ollama: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_list_has_gguf_files_with_their_sizes(hub, ollama, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no model was used there
     list_models({})
     lines = capsys.readouterr().out.splitlines()

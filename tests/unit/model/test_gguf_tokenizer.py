@@ -39,10 +39,7 @@ SPECIALS = ["<|start|>", "<|end|>"]
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The patterns in the tokenizer.json of Llama 3, Qwen 2 and SmolLM.
-_SPLITS = {
-    "llama-bpe": [_LETTERS + r"{1,3}|" + _ENDS],
-    "qwen2": [f"{_LETTERS}|{_ENDS}"],
-}
+_SPLITS = {"llama-bpe": [_LETTERS + r"{1,3}|" + _ENDS], "qwen2": [f"{_LETTERS}|{_ENDS}"]}
 
 
 def model_of(metadata: dict[str, Any], architecture: str = "llama") -> GgufModel:
@@ -67,9 +64,7 @@ def byte_level(rule: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(GOLDEN * 3, trainer)
     tokenizer.add_special_tokens(SPECIALS)

@@ -110,9 +110,7 @@ def test_what_was_returned_is_the_callers_own(load: Load) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_padding_of_more_tokens_than_a_block_holds_harms_nobody(
-    block_size: int, load: Load
-) -> None:
+def test_padding_of_more_tokens_than_a_block_holds_harms_nobody(block_size, load):
     scene = Scene(load("llama"), Recorder(), block_size, 400 // block_size)
     scene.capture_for([scene.read(2, list(range(2, 19)))])
 
@@ -249,9 +247,7 @@ def test_asking_for_tokens_in_vain_is_not_counted_twice(load: Load) -> None:
     assert not scene.graphs.capture_wanted()
 
 
-def test_a_graph_that_draws_by_other_rules_is_refused(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_draws_by_other_rules_is_refused(load, monkeypatch):
     """One with seeds baked in, say."""
     scene = Scene(load("llama"), Recorder())
     views = scene.graphs._buffers.sampler_rows
@@ -326,9 +322,7 @@ def test_a_replay_that_fails_leaves_everything_to_the_eager_pass(load: Load) -> 
     assert torch.isfinite(scene.eager([piece])).all()
 
 
-def test_a_model_that_reads_values_on_the_host_is_never_captured(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_reads_values_on_the_host_is_never_captured(load, monkeypatch):
     scene = Scene(load("llama"), recorder := Recorder())
     forward = scene.model._module.forward
 

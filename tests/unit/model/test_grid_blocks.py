@@ -53,9 +53,7 @@ def random_weights(
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("name", sorted(GRID_FORMATS))
-def test_weights_are_the_numbers_that_the_file_means(
-    name: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_the_numbers_that_the_file_means(name, is_interleaved, monkeypatch):
     """Also where rows are read by several tiles."""
     monkeypatch.setattr("kvchat.model.gguf.grid_blocks._AT_ONCE", 3 * 512)
     rows = random_rows(name, 7, 512)

@@ -78,9 +78,7 @@ def why_not_graphable(config: Any, spec: ModelSpec) -> str | None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_decode_of_every_supported_family_can_be_captured(
-    name: str, specimen: GetSpecimen
-) -> None:
+def test_a_decode_of_every_supported_family_can_be_captured(name, specimen):
     model_type, settings = SUPPORTED[name]
     config = tiny_config(model_type, **settings)
     try:

@@ -53,9 +53,7 @@ def check_is_found_and_listed(repository: Path) -> None:
     ],
     ids=repr,
 )
-def test_a_whole_snapshot_is_used_whatever_the_refs_are(
-    repository: Path, refs: dict[str, str]
-) -> None:
+def test_a_whole_snapshot_is_used_whatever_the_refs_are(repository, refs):
     for name, content in refs.items():
         write_ref(repository, name, content)
 

@@ -36,9 +36,7 @@ def header_of(path: Path) -> tuple[int, dict[str, dict[str, list[int]]]]:
     return length, json.loads(data[8 : 8 + length])
 
 
-def test_the_same_files_have_the_same_digest_wherever_they_lie(
-    original: Path, checkpoint: Path
-) -> None:
+def test_the_same_files_have_the_same_digest_wherever_they_lie(original, checkpoint):
     assert digest(original) == digest(checkpoint, name="other")
     assert digest(original).startswith("s1-")
     assert len(digest(original)) == 35
@@ -146,9 +144,7 @@ def test_the_configuration_counts(source: ModelSource) -> None:
     assert content_digest(source, NO_MEMORY) != before
 
 
-def test_a_copy_elsewhere_is_the_same_model(
-    source: ModelSource, tmp_path: Path, memory: FactMemory
-) -> None:
+def test_a_copy_elsewhere_is_the_same_model(source, tmp_path, memory):
     source.directory.rename(tmp_path / "moved")
 
     moved = find_model(str(tmp_path / "moved"))

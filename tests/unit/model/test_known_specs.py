@@ -53,9 +53,7 @@ def test_a_spec_is_known_as_it_was_probed(name: str, memory: FactMemory) -> None
     assert KnownSpecs(memory).find("another") is None
 
 
-def test_a_model_is_probed_at_its_first_start_only(
-    tmp_path: Path, probes: list[str], memory: FactMemory
-) -> None:
+def test_a_model_is_probed_at_its_first_start_only(tmp_path, probes, memory):
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
     _, first = inspect_model(source, memory)
@@ -66,9 +64,7 @@ def test_a_model_is_probed_at_its_first_start_only(
     assert probes == ["llama", "llama"], "without a memory each start probes"
 
 
-def test_a_config_that_changed_is_probed_again(
-    tmp_path: Path, probes: list[str], memory: FactMemory
-) -> None:
+def test_a_config_that_changed_is_probed_again(tmp_path, probes, memory):
     """A number of layers that the weights cannot hold is refused though the model was known."""
     directory = save_checkpoint(tmp_path / "model", tiny_model("llama"))
     inspect_model(find_model(str(directory)), memory)
@@ -127,9 +123,7 @@ def _with(content: str, old: str, new: str) -> str:
         lambda content: _with(content, '"digest"', '"other"'),
     ],
 )
-def test_a_damaged_fact_is_a_miss_and_is_replaced(
-    tmp_path: Path, probes: list[str], damage: Any, memory: FactMemory
-) -> None:
+def test_a_damaged_fact_is_a_miss_and_is_replaced(tmp_path, probes, damage, memory):
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
     _, sound = inspect_model(source, memory)
     [(key, text)] = memory.texts.items()
@@ -151,9 +145,7 @@ def test_a_damaged_fact_is_a_miss_and_is_replaced(
         ("state", [{"layer": 0, "kind": "x", "index": 0, "shape": [1], "dtype": "os.system"}]),
     ],
 )
-def test_content_of_other_types_is_a_miss_whatever_its_digest(
-    name: str, value: object, memory: FactMemory
-) -> None:
+def test_content_of_other_types_is_a_miss_whatever_its_digest(name, value, memory):
     known = KnownSpecs(memory)
     known.note("key", probe(tiny_config("llama")))
     entry: Any = memory.get("specs", "key")

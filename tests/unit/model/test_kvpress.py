@@ -76,9 +76,7 @@ def test_a_question_scores_slots_as_snapkv(name: str, specimen: Callable[[str], 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_repeated_text_scores_slots_as_kvzip(
-    name: str, specimen: Callable[[str], Specimen]
-) -> None:
+def test_a_repeated_text_scores_slots_as_kvzip(name, specimen):
     made, part = specimen(name), IDS[40:70]
     press, cache = kvpress.KVzipPress(compression_ratio=0.5), DynamicCache()
     press.context_length = press.end_idx = len(IDS)

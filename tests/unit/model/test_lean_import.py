@@ -8,7 +8,6 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -88,9 +87,7 @@ def plain() -> Iterator[Forks]:
 _HEAVY = ("torch._inductor", "torch.distributed.tensor", "torch._refs", "torch._prims", "sympy")
 
 
-def test_a_model_loads_with_less_of_torch_and_computes_the_same(
-    lean: Forks, plain: Forks, tmp_path: Path
-) -> None:
+def test_a_model_loads_with_less_of_torch_and_computes_the_same(lean, plain, tmp_path):
     """The first lean start probes the model; its table of tokens once needed sympy for that."""
     path = str(save_checkpoint(tmp_path, tiny_model("llama")))
     told = f"print([m for m in {_HEAVY} if m in sys.modules])"
@@ -239,9 +236,7 @@ print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils._
 
 
 @pytest.mark.parametrize(("given", "read"), spread([(None, "1"), ("0", "0")], [(None, "1")]))
-def test_what_libraries_alone_read_is_not_left_to_other_programs(
-    given: str | None, read: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_libraries_alone_read_is_not_left_to_other_programs(given, read, monkeypatch):
     """Tools, editors and clients that kvchat starts had variables that the user had not set."""
     names = ("GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM", "LRU_CACHE_CAPACITY", _LARGE_PAGES)
     for name in names:

@@ -102,9 +102,7 @@ def test_garbage_for_weights_is_told(checkpoint: Path) -> None:
     ],
     ids=["a tensor missing", "all named otherwise", "a layer more", "more tokens", "more heads"],
 )
-def test_a_tensor_that_is_not_in_the_files_is_not_made_up(
-    checkpoint: Path, break_it: Callable[[Path], None], count: int
-) -> None:
+def test_a_tensor_that_is_not_in_the_files_is_not_made_up(checkpoint, break_it, count):
     """transformers fills what is missing with random numbers and a warning, which is silenced: the
     model loaded and spoke nonsense."""
     break_it(checkpoint)
@@ -148,10 +146,7 @@ def test_tensors_the_architecture_says_to_ignore_are_not_told(checkpoint: Path) 
     """Old checkpoints carry buffers that are computed now."""
     change_weights(
         checkpoint,
-        lambda tensors: {
-            **tensors,
-            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
-        },
+        lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
     )
 
     assert load(checkpoint).notes == ()
@@ -181,9 +176,7 @@ def test_a_missing_shard_is_told(checkpoint: Path) -> None:
     ],
     ids=str,
 )
-def test_a_configuration_transformers_refuses_is_told_with_its_reason(
-    checkpoint: Path, changes: dict[str, object], message: str
-) -> None:
+def test_a_configuration_transformers_refuses_is_told_with_its_reason(checkpoint, changes, message):
     """Values of the wrong type raise an error of their own kind, which once passed for a crash."""
     change_config(checkpoint, **changes)
 
@@ -286,9 +279,7 @@ def test_a_cache_that_cannot_be_is_told_and_blames_no_flag_that_was_not_given(
         assemble(checkpoint, "auto", cache)
 
 
-def test_weights_that_memory_does_not_take_are_not_called_damaged(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_memory_does_not_take_are_not_called_damaged(checkpoint, monkeypatch):
     """Under `ulimit -v` a whole file was suspected of being no complete download."""
 
     def refuse(*given: object, **named: object) -> None:

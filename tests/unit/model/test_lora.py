@@ -2,10 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,9 +72,7 @@ def changed(before: torch.Tensor, parts: Tensors, layer: str, scale: float) -> t
     ],
     ids=["plain", "by the root of the rank", "an alpha of its own", "gaussian"],
 )
-def test_an_adapter_changes_the_layers_it_names_and_no_other(
-    settings: dict[str, Any], scale: float, base: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_changes_the_layers_it_names_and_no_other(settings, scale, base, tmp_path):
     parts = pair(Q, 64, 64)
     plain, merged = load(base), load(base, write_adapter(tmp_path / "a", parts, **settings))
     before, after = (dict(model.module.named_parameters()) for model in (plain, merged))
@@ -104,9 +100,7 @@ def test_an_adapter_changes_the_layers_it_names_and_no_other(
         ("^layers.0.self_attn.q_proj", False),
     ],
 )
-def test_keys_of_alpha_pattern_are_regular_expressions(
-    pattern: str, is_own: bool, base: Path, tmp_path: Path
-) -> None:
+def test_keys_of_alpha_pattern_are_regular_expressions(pattern, is_own, base, tmp_path):
     """They were compared as text, so a model with the wrong scale answered without a word."""
     patterns = {"lm_head": 5, pattern: 64, "q_proj": ALPHA}
     adapter = read_adapter(write_adapter(tmp_path / "a", pair(Q, 64, 64), alpha_pattern=patterns))
@@ -120,11 +114,7 @@ def test_layers_that_are_stored_turned_are_changed_turned(tmp_path: Path) -> Non
     layer, table = "transformer.h.0.attn.c_attn", "transformer.wte"
     parts = pair(layer, 64, 192)
     into, out_of = torch.randn(RANK, 272), torch.randn(64, RANK)
-    tensors = {
-        **parts,
-        f"{table}.lora_embedding_A": into,
-        f"{table}.lora_embedding_B": out_of,
-    }
+    tensors = {**parts, f"{table}.lora_embedding_A": into, f"{table}.lora_embedding_B": out_of}
     adapter = write_adapter(tmp_path / "a", tensors, fan_in_fan_out=True)
     before, after = load(base).module, load(base, adapter).module
     scale = ALPHA / RANK
@@ -187,9 +177,7 @@ def test_an_adapter_whose_base_is_not_here_names_it(name: str, said: str, tmp_pa
     assert "--adapter" in caught.value.hint
 
 
-def test_an_adapter_beside_a_whole_model_is_not_passed_over_in_silence(
-    base: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_beside_a_whole_model_is_not_passed_over_in_silence(base, tmp_path):
     both = Path(shutil.copytree(base, tmp_path / "both"))
     write_adapter(both, pair(Q, 64, 64))
     assert "is not used" in " ".join(load(both).notes)
@@ -213,9 +201,7 @@ def test_an_adapter_beside_a_whole_model_is_not_passed_over_in_silence(
         ({"alpha_pattern": {"(.*?.*?)" * 12 + "[XY]": 3}}, "takes too long"),
     ],
 )
-def test_an_adapter_that_is_not_plain_is_refused_by_name(
-    settings: dict[str, Any], said: str, base: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_is_not_plain_is_refused_by_name(settings, said, base, tmp_path):
     adapter = write_adapter(tmp_path / "a", pair(Q, 64, 64), **settings)
     assert said in _refused(base, adapter)
 
@@ -232,9 +218,7 @@ def test_an_adapter_that_is_not_plain_is_refused_by_name(
         (lambda t: t.update({"model.lora_A.weight": torch.zeros(4, 64)}), "has no weight"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_told_in_a_sentence(
-    change: Callable[[Tensors], object], said: str, base: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_told_in_a_sentence(change, said, base, tmp_path):
     tensors = pair(Q, 64, 64)
     change(tensors)
     assert said in _refused(base, write_adapter(tmp_path / "a", tensors))

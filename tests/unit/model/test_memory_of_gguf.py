@@ -37,9 +37,7 @@ def test_the_memory_told_is_the_memory_taken(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_head_that_multiplies_with_the_tables_blocks_counts_once(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_head_that_multiplies_with_the_tables_blocks_counts_once(device, tmp_path):
     """On a GPU the table is there in 16 bits too: of SmolLM2 30 MB were not told."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = tiny_model("llama", **sizes, head_dim=64, tie_word_embeddings=True)

@@ -43,10 +43,7 @@ def of_file(directory: Path, kind: str, family: str = "llama") -> LoadedModel:
 
 
 def logits(
-    loaded: LoadedModel,
-    sizes: list[int],
-    beside: int = 0,
-    kv_dtype: torch.dtype = torch.bfloat16,
+    loaded: LoadedModel, sizes: list[int], beside: int = 0, kv_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Return the logits of all of IDS, read in steps of these sizes, beside another sequence."""
     blocks_each = -(-len(IDS) // BLOCK)
@@ -100,9 +97,7 @@ def test_a_prompt_its_cached_rows_and_an_answer_are_the_same_numbers(
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_logits_are_those_of_float32_but_for_the_kv(
-    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_float32_but_for_the_kv(family, kind, tmp_path, monkeypatch):
     """Norms, biases, tables in blocks, angles and Gemma's factor are not rounded to bfloat16."""
     monkeypatch.setattr("kvchat.model.checkpoint.tensors._LARGE_TABLE_BYTES", 1)
     loaded = of_file(tmp_path, kind, family)

@@ -77,9 +77,7 @@ def test_others_are_left_alone(tmp_path: Path, cache: Path) -> None:
         ({"spec": True, "draft": "ngram"}, False),
     ],
 )
-def test_it_is_used_with_spec_alone(
-    flags: dict[str, object], is_used: bool, tmp_path: Path
-) -> None:
+def test_it_is_used_with_spec_alone(flags, is_used, tmp_path):
     """An engine of this mode without a draft model looks for the model's own."""
     settings = resolve(flags, {}, tmp_path / "config.toml")
     assert settings.draft_name("target") is None

@@ -110,9 +110,7 @@ def test_a_second_start_has_the_same_weights_and_rounds_none(
     assert compare_with_own(second) > 0.98
 
 
-def test_the_file_is_a_safetensors_file_and_holds_each_matrix_once(
-    store: WeightFiles, tmp_path: Path
-) -> None:
+def test_the_file_is_a_safetensors_file_and_holds_each_matrix_once(store, tmp_path):
     loaded = load(checkpoint(tmp_path / "model", "llama"), store)
     num_bytes = sum(tensor.nbytes for tensor in packed(loaded).values())
 
@@ -123,9 +121,7 @@ def test_the_file_is_a_safetensors_file_and_holds_each_matrix_once(
     assert num_bytes < only_file(store).stat().st_size < num_bytes + 64 * 3 * len(names) + 8192
 
 
-def test_another_checkpoint_or_format_is_rounded(
-    store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_checkpoint_or_format_is_rounded(store, tmp_path, monkeypatch):
     one, other = (checkpoint(tmp_path / name, "llama", seed) for seed, name in enumerate("ab"))
     load(one, store)
     counted = count_roundings(monkeypatch)
@@ -142,9 +138,7 @@ def test_another_checkpoint_or_format_is_rounded(
     assert are_equal(found, packed(load(other, None)))
 
 
-def test_a_checkpoint_that_is_written_again_is_rounded_again(
-    store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_written_again_is_rounded_again(store, tmp_path, monkeypatch):
     """Between the samples of the digest too: the file's times and number count."""
     source = checkpoint(tmp_path / "model", "llama")
     load(source, store)
@@ -159,9 +153,7 @@ def test_a_checkpoint_that_is_written_again_is_rounded_again(
     assert counted
 
 
-def test_another_version_of_transformers_rounds_again(
-    store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_transformers_rounds_again(store, tmp_path, monkeypatch):
     """It converts a checkpoint's tensors as it loads them, and may do it otherwise."""
     source = checkpoint(tmp_path / "model", "llama")
     load(source, store)
@@ -174,9 +166,7 @@ def test_another_version_of_transformers_rounds_again(
 
 
 @pytest.mark.parametrize("place", ["page", "last byte", "header", "size", "sums"])
-def test_a_damaged_file_is_made_anew(
-    place: str, store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_made_anew(place, store, tmp_path, monkeypatch):
     """As after a power cut, which leaves zeros where a page was not written."""
     source = checkpoint(tmp_path / "model", "llama")
     load(source, store)
@@ -204,12 +194,7 @@ def test_a_damaged_file_is_made_anew(
 
 
 @pytest.mark.parametrize("ends_by", ["change", "deletion", MemoryError, KeyboardInterrupt])
-def test_a_load_that_ends_while_it_rounds_leaves_no_file(
-    ends_by: str | type[BaseException],
-    store: WeightFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_that_ends_while_it_rounds_leaves_no_file(ends_by, store, tmp_path, monkeypatch):
     """As where the checkpoint is deleted meanwhile: a part of the whole size stayed, locked."""
     source = checkpoint(tmp_path / "model", "llama")
 
@@ -230,9 +215,7 @@ def test_a_load_that_ends_while_it_rounds_leaves_no_file(
     assert list(store.directory.iterdir()) == []
 
 
-def test_without_compiled_code_the_same_is_kept(
-    store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_compiled_code_the_same_is_kept(store, tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "model", "odd rows")
     fresh = packed(load(source, None))
     monkeypatch.setattr(cpu, "compiled_calls", lambda: None)
@@ -267,9 +250,7 @@ def test_a_disk_that_fails_leaves_no_file_and_the_same_weights(
 
 
 @pytest.mark.parametrize("name", ["odd rows", "turned", "mixture"])
-def test_tiles_make_the_same_matrix(
-    name: str, store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_make_the_same_matrix(name, store, tmp_path, monkeypatch):
     monkeypatch.setattr(packed_matrices, "_TILE_ELEMENTS", 1500)
     source = checkpoint(tmp_path / "model", name)
 

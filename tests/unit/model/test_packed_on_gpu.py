@@ -70,9 +70,7 @@ def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2, softcap"])
-def test_a_packed_model_runs_fused_in_16_bits(
-    name: str, weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_model_runs_fused_in_16_bits(name, weights, dtype, tmp_path, monkeypatch):
     loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch, dtype)
 
     assert loaded.fusing is not None
@@ -81,9 +79,7 @@ def test_a_packed_model_runs_fused_in_16_bits(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_packed_head_of_a_model_that_is_not_packed_runs_fused(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_head_of_a_model_that_is_not_packed_runs_fused(weights, tmp_path, monkeypatch):
     """Drafts of a recurrent model with --weights int4 failed: fused products took empty weights."""
     loaded = load_packed_as_on_gpu(tmp_path, "qwen3", weights, monkeypatch)
 
@@ -95,9 +91,7 @@ def test_a_packed_head_of_a_model_that_is_not_packed_runs_fused(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_gpu_and_a_cpu_round_weights_alike(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_and_a_cpu_round_weights_alike(weights, tmp_path, monkeypatch):
     source = find_model(str(save_checkpoint(tmp_path / "a", tiny_model("llama"))))
     on_cpu = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
     on_gpu = load_packed_as_on_gpu(tmp_path / "b", "llama", weights, monkeypatch)
@@ -112,9 +106,7 @@ def test_a_gpu_and_a_cpu_round_weights_alike(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_on_a_gpu_are_those_on_a_cpu(
-    name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_on_a_gpu_are_those_on_a_cpu(name, weights, tmp_path, monkeypatch):
     """The same weights to the bit; activations beside 4 bits have 8 on a CPU."""
     model_type, settings = MIXTURES[name]
     source = find_model(str(save_checkpoint(tmp_path / "a", tiny_model(model_type, **settings))))
@@ -160,9 +152,7 @@ def test_no_more_than_one_expert_is_on_the_gpu_in_16_bits(monkeypatch: pytest.Mo
     assert sent == [(24, 64)] * 14
 
 
-def test_the_unfused_model_is_there_to_go_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unfused_model_is_there_to_go_back_to(tmp_path, monkeypatch):
     """Fused code that fails its self-test on a GPU costs speed, and not the model."""
     loaded = load_packed_as_on_gpu(tmp_path, "llama", "int4", monkeypatch)
     assert loaded.fusing is not None
@@ -224,9 +214,7 @@ def test_layers_that_are_not_packed_make_no_packed_product() -> None:
 @pytest.mark.parametrize(
     "kind", ["Q8_0", "Q4_K", "Q6_K", "Q5_0", "Q2_K", "IQ4_XS", "MXFP4", "TQ1_0", "IQ2_XS"]
 )
-def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(kind, tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(BlockWeights, "to", lambda weights, device: sent.append(device) or weights)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -247,9 +235,7 @@ def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q3_K", "MXFP4", "mixed"])
-def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(kind, tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(BlockWeights, "to", lambda weights, device: sent.append(device) or weights)
     sizes = {"hidden_size": 256, "num_hidden_layers": 1, "head_dim": 64}
@@ -303,9 +289,7 @@ def test_steps_of_graphs_have_no_more_rows_than_the_kernels_of_experts() -> None
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", [*MIXTURES, "tied", "not tied"])
-def test_what_packed_weights_will_take_is_known_before(
-    name: str, weights: str, tmp_path: Path
-) -> None:
+def test_what_packed_weights_will_take_is_known_before(name, weights, tmp_path):
     small = ("llama", {"hidden_size": 72, "tie_word_embeddings": name == "tied"})
     model_type, settings = MIXTURES.get(name, small)
     source = find_model(str(save_checkpoint(tmp_path, tiny_model(model_type, **settings))))
@@ -323,9 +307,7 @@ def held_bytes(module: nn.Module) -> int:
     return kept + sum(pack.num_bytes for pack in experts if pack is not None)
 
 
-def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(monkeypatch):
     """Qwen3-30B-A3B, all of whose experts a GPU once kept in 16 bits: it was refused."""
     config = Qwen3MoeConfig(
         hidden_size=2048,
@@ -367,9 +349,7 @@ def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(
         (8_000, "int8", None),
     ],
 )
-def test_a_gpu_gets_the_most_bits_that_fit(
-    free_mib: int, asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_gets_the_most_bits_that_fit(free_mib, asked, chosen, monkeypatch):
     """An 8 B model, whose weights take 15,316 MiB in 16 bits."""
     sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
     monkeypatch.setattr(gpu_memory, "weight_bytes", lambda module, spec: sizes)
@@ -392,9 +372,7 @@ def test_a_gpu_gets_the_most_bits_that_fit(
         )
 
 
-def test_a_model_that_cannot_be_packed_needs_room_for_all_of_its_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_cannot_be_packed_needs_room_for_all_of_its_bits(monkeypatch):
     sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
     monkeypatch.setattr(gpu_memory, "weight_bytes", lambda module, spec: sizes)
     monkeypatch.setattr(gpu_memory, "free_bytes", lambda device: 12_000 * MIB)

@@ -16,9 +16,7 @@ NOT_COMPILED = {"llama4, chunks"}
         *((name, False) for name in MODELS if name not in NOT_COMPILED),
     ],
 )
-def test_logits_are_those_of_a_cache_without_the_dropped_tokens(
-    name: str, by_modules: bool, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_a_cache_without_the_dropped_tokens(name, by_modules, tmp_path):
     check_private_table(name, tmp_path, by_modules=by_modules)
 
 

@@ -1,6 +1,5 @@
 """The probe reads what each layer does, and refuses what cannot be paged with a reason."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from kvchat.model.spec import ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 from support.architectures import GATHERED, REFUSED, SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
-from support.specimens import Specimen
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -64,9 +62,7 @@ def test_an_index_is_kept_beside_the_keys_that_it_chooses() -> None:
     assert sizes[False] in ((16, 8), (24, 12))
 
 
-def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(tmp_path, monkeypatch):
     """Positions that weigh little move every logit by little, which once passed."""
     monkeypatch.setattr(probe_module, "_OWN_POSITIONS", frozenset())
     # The results of a run are those of the whole probe.
@@ -172,9 +168,7 @@ def test_probing_leaves_the_configuration_and_the_default_dtype_alone() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_model_that_needs_values_is_probed_with_its_weights(
-    specimen: Callable[[str], Specimen],
-) -> None:
+def test_a_model_that_needs_values_is_probed_with_its_weights(specimen):
     model_type, settings = SUPPORTED["llama, dynamic rope"]
     with pytest.raises(ProbeInconclusive):
         probe(tiny_config(model_type, **settings))
@@ -203,9 +197,7 @@ def test_a_configuration_that_cannot_be_built_is_told(change: dict[str, object])
         probe(tiny_config("llama", **change))
 
 
-def test_no_specimen_is_probed_differently_with_and_without_weights(
-    specimen: Callable[[str], Specimen],
-) -> None:
+def test_no_specimen_is_probed_differently_with_and_without_weights(specimen):
     loaded = specimen("gemma3, mixed windows").loaded
 
     assert loaded.spec.layers == spec_of("gemma3, mixed windows").layers

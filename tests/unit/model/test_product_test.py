@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from kvchat.core.errors import ModelUnsupported
 from kvchat.model.packed import product_test
 from kvchat.model.packed.product_test import device_forms, product_fault
 from kvchat.model.self_test import ensure_trusted
-from support.fact_memory import FactMemory
 from support.gpu_packs import load_packed_as_on_gpu
 
 Product = Callable[..., torch.Tensor]
@@ -34,9 +32,7 @@ def no_numbers(x: torch.Tensor, *args: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_right_products_pass(
-    name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_right_products_pass(name, weights, tmp_path, monkeypatch, memory):
     loaded = load_packed_as_on_gpu(tmp_path, name, weights, monkeypatch)
 
     assert product_fault(loaded.module, torch.bfloat16) is None
@@ -45,9 +41,7 @@ def test_right_products_pass(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 17])
-def test_a_wrong_product_is_refused_in_words(
-    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_a_wrong_product_is_refused_in_words(num_rows, tmp_path, monkeypatch, memory):
     loaded = load_packed_as_on_gpu(tmp_path, "llama", "int4", monkeypatch)
     monkeypatch.setattr(
         product_test, "block_linear", wrong_for(num_rows, product_test.block_linear)
@@ -63,9 +57,7 @@ def test_a_wrong_product_is_refused_in_words(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_wrong_experts_are_seen(
-    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_experts_are_seen(num_rows, tmp_path, monkeypatch):
     loaded = load_packed_as_on_gpu(tmp_path, "qwen3_moe", "int4", monkeypatch)
     monkeypatch.setattr(
         product_test, "block_experts", wrong_for(num_rows, product_test.block_experts)
@@ -74,9 +66,7 @@ def test_wrong_experts_are_seen(
     assert product_fault(loaded.module, loaded.dtype) == f"experts of 4 bits, {num_rows} rows"
 
 
-def test_what_is_no_number_or_raises_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_what_is_no_number_or_raises_is_refused(tmp_path, monkeypatch, memory):
     loaded = load_packed_as_on_gpu(tmp_path, "llama", "int8", monkeypatch)
     monkeypatch.setattr(product_test, "block_linear", no_numbers)
     assert product_fault(loaded.module, loaded.dtype) is not None
@@ -89,9 +79,7 @@ def test_what_is_no_number_or_raises_is_refused(
         ensure_trusted(loaded, memory)
 
 
-def test_other_blocks_of_the_same_model_are_tested_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_other_blocks_of_the_same_model_are_tested_too(tmp_path, monkeypatch, memory):
     """Files of one model have blocks of many formats, and all are called `blocks`."""
     one = load_packed_as_on_gpu(tmp_path / "a", "llama", "int8", monkeypatch)
     other = load_packed_as_on_gpu(tmp_path / "b", "llama", "int4", monkeypatch)

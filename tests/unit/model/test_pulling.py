@@ -96,9 +96,7 @@ def test_a_small_file_is_compared_by_gits_hash(hub: FakeHub) -> None:
         ((500, ""), "org/m could not be downloaded: "),
     ],
 )
-def test_a_repository_that_is_not_given_is_one_sentence(
-    hub: FakeHub, refusal: tuple[int, str], sentence: str
-) -> None:
+def test_a_repository_that_is_not_given_is_one_sentence(hub, refusal, sentence):
     hub.refusal = refusal
 
     with pytest.raises(ModelError) as caught:
@@ -117,9 +115,7 @@ def test_no_connection_is_told(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
         pulled()
 
 
-def test_a_disk_without_room_is_told_before_anything_comes(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_told_before_anything_comes(hub, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3499))
 
     with pytest.raises(StoreError, match=r"org/m needs 3\.42 KiB more, and .* has 3\.42 KiB free"):
@@ -146,9 +142,7 @@ def test_a_disk_that_fills_meanwhile_is_told(hub: FakeHub, monkeypatch: pytest.M
         ("q8_0\n", "no room", "Q8_0"),
     ],
 )
-def test_of_several_formats_the_user_chooses(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, answer: str, verdict: str, quant: str
-) -> None:
+def test_of_several_formats_the_user_chooses(hub, monkeypatch, answer, verdict, quant):
     verdicts = {"Q4_K_M": "well" if verdict == "no room" else verdict, "Q8_0": verdict}
     monkeypatch.setattr(pulling_command, "_verdicts", lambda place, formats: verdicts)
     stdin = SimpleNamespace(closed=False, isatty=lambda: True, readline=lambda: answer)
@@ -159,9 +153,7 @@ def test_of_several_formats_the_user_chooses(
     assert hub.downloaded == [f"m-{quant}.gguf"]
 
 
-def test_without_a_terminal_the_formats_are_named(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_the_formats_are_named(hub, monkeypatch):
     monkeypatch.setattr(pulling_command, "_verdicts", lambda place, formats: dict(formats))
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UsageError, match=r"has several formats: Q4_K_M, Q8_0\. Choose one: kvchat"):

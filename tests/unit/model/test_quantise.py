@@ -31,9 +31,7 @@ def load(directory: Path, name: str, weights: str, dtype: str = "bfloat16") -> L
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3, mixed windows", "gpt_oss, sinks"])
-def test_a_packed_model_runs_paged_as_its_own_code_does(
-    name: str, weights: str, tmp_path: Path
-) -> None:
+def test_a_packed_model_runs_paged_as_its_own_code_does(name, weights, tmp_path):
     loaded = load(tmp_path, name, weights)
 
     assert compare_with_own(loaded) > 0.999
@@ -93,9 +91,7 @@ def test_experts_of_another_form_stay_as_they_are_and_a_note_says_so(tmp_path: P
 
 
 @pytest.mark.parametrize(("weights", "most"), [("int8", 0.02), ("int4", 0.2)])
-def test_plain_experts_are_packed_and_compute_the_same(
-    weights: str, most: float, tmp_path: Path
-) -> None:
+def test_plain_experts_are_packed_and_compute_the_same(weights, most, tmp_path):
     """Held to the module's own forward; 40 rows of 3 experts each are few and many rows."""
     settings = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     directory = save_checkpoint(tmp_path, tiny_model("qwen3_moe", **settings))

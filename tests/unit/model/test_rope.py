@@ -44,9 +44,7 @@ def mixed_batch(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return logits[: len(SHORT)], logits[len(SHORT) :]
 
 
-def test_longrope_is_frozen_to_its_long_factors_and_a_mixed_batch_is_exact(
-    specimen: GetSpecimen,
-) -> None:
+def test_longrope_is_frozen_to_its_long_factors_and_a_mixed_batch_is_exact(specimen):
     made = specimen("phi3, longrope")
 
     short, long = mixed_batch(made.loaded)
@@ -67,9 +65,7 @@ def test_without_freezing_the_short_sequence_of_a_mixed_batch_would_be_wrong() -
 
 
 @pytest.mark.parametrize(("limit", "is_long"), [(20, False), (21, True), (500, True)])
-def test_the_engines_longest_context_decides_between_short_and_long(
-    limit: int, is_long: bool
-) -> None:
+def test_the_engines_longest_context_decides_between_short_and_long(limit, is_long):
     floating, frozen = longrope(original=20), longrope(original=20)
     freeze_rope(frozen, limit)
 
@@ -77,9 +73,7 @@ def test_the_engines_longest_context_decides_between_short_and_long(
     assert like_short is not is_long
 
 
-def test_a_mixed_batch_is_each_sequence_alone_under_frozen_frequencies(
-    specimen: GetSpecimen,
-) -> None:
+def test_a_mixed_batch_is_each_sequence_alone_under_frozen_frequencies(specimen):
     model = longrope(original=20)
     freeze_rope(model, 128)
     expected = own_logits(model, SHORT), own_logits(model, LONG)

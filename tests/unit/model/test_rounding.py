@@ -16,7 +16,6 @@ from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.packed.quantise import pack_of
 from kvchat.model.rounding import Effect, divergences, known_effect
 from support.checkpoints import save_checkpoint, tiny_model
-from support.fact_memory import FactMemory
 
 FEW, MANY = "self_attn.v_proj", "mlp.up_proj"
 
@@ -59,9 +58,7 @@ def test_divergence_is_that_of_kullback_and_leibler() -> None:
     torch.testing.assert_close(divergences(own, other), expected)
 
 
-def test_what_costs_much_stays_in_8_bits_and_the_user_is_told(
-    directory: Path, memory: FactMemory
-) -> None:
+def test_what_costs_much_stays_in_8_bits_and_the_user_is_told(directory, memory):
     """A small Gemma changed a fifth of its likeliest tokens without a word."""
     loaded = load(directory, memory)
 
@@ -73,9 +70,7 @@ def test_what_costs_much_stays_in_8_bits_and_the_user_is_told(
     assert load(directory, memory, "int8").in_8 == ()
 
 
-def test_what_was_measured_is_kept(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_what_was_measured_is_kept(directory, monkeypatch, memory):
     first = load(directory, memory)
 
     def fail(*arguments: object) -> None:
@@ -89,9 +84,7 @@ def test_what_was_measured_is_kept(
     assert known_effect(sample_digest(again.source), "int4", again.dtype, memory) is None
 
 
-def test_models_info_tells_what_rounding_did(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_models_info_tells_what_rounding_did(directory, monkeypatch, memory):
     loaded = load(directory, memory)
     monkeypatch.setattr(models, "state_memory", lambda: memory)
 
@@ -99,9 +92,7 @@ def test_models_info_tells_what_rounding_did(
     assert facts == {"int4": loaded.notes[0]}
 
 
-def test_a_form_that_is_too_coarse_is_refused_unless_the_user_insists(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_that_is_too_coarse_is_refused_unless_the_user_insists(directory, monkeypatch):
     monkeypatch.setattr(rounding, "_measured", lambda *_: Effect(0.3, 0.75, 256))
     with pytest.raises(ModelError, match=r"change 25% of 256 likeliest tokens \(KL 0.3000\)") as e:
         load(directory, NO_MEMORY)

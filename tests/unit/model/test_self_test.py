@@ -153,9 +153,7 @@ def test_a_verdict_is_remembered_for_the_same_configuration_and_versions(
 
 
 @pytest.mark.parametrize("change", ["GPU", "Triton"])
-def test_another_gpu_or_triton_is_tested_anew(
-    change: str, specimen: GetSpecimen, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_another_gpu_or_triton_is_tested_anew(change, specimen, monkeypatch, memory):
     """The verdict on kernels that one GPU or one compiler had made was believed of another's."""
     test = CountedTest(monkeypatch)
     loaded = replace(specimen("llama").loaded, device=torch.device("cuda", 0))
@@ -172,9 +170,7 @@ def test_another_gpu_or_triton_is_tested_anew(
     assert test.count == 2
 
 
-def test_a_compiled_step_that_a_model_has_since_is_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_a_compiled_step_that_a_model_has_since_is_tested(tmp_path, monkeypatch, memory):
     """What had passed by its modules once vouched for the compiled steps of later versions."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("glm"))))
     loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
@@ -187,9 +183,7 @@ def test_a_compiled_step_that_a_model_has_since_is_tested(
     assert test.count == 3  # the modules, and the step
 
 
-def test_a_failure_is_not_remembered(
-    specimen: GetSpecimen, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_a_failure_is_not_remembered(specimen, monkeypatch, memory):
     test = CountedTest(monkeypatch, similarity=0.5)
     for _ in range(2):
         with pytest.raises(ModelUnsupported):
@@ -241,9 +235,7 @@ def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
         monkeypatch.setattr(self_test, "_passes", raises)
 
 
-def test_the_modules_are_tested_beside_the_compiled_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
-) -> None:
+def test_the_modules_are_tested_beside_the_compiled_step(tmp_path, monkeypatch, memory):
     """Large steps run the modules, and no step of the test is large."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
     loaded = load_model(source, ModelConfig(), None, lambda _: None)
@@ -315,12 +307,7 @@ def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2, softcap"])
-def test_fused_layers_over_rounded_kv_pass_once(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    memory: FactMemory,
-) -> None:
+def test_fused_layers_over_rounded_kv_pass_once(name, tmp_path, monkeypatch, memory):
     """Over any KV but plain, every module of a GPU's model once ran its own code."""
     loaded = load_fused(tmp_path / "model", name, "float32")
     assert loaded.fusing is not None

@@ -126,9 +126,7 @@ def merges_by_entries(
 
 
 @pytest.mark.parametrize("num_scores", [5, 10_000])
-def test_merges_are_made_by_score_and_of_equal_scores_the_longer_beginning_first(
-    num_scores: int,
-) -> None:
+def test_merges_are_made_by_score_and_of_equal_scores_the_longer_beginning_first(num_scores):
     rng = random.Random(num_scores)
     tokens = list(dict.fromkeys("".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(99)))
     scores = [rng.randrange(num_scores) for _ in tokens]
@@ -156,9 +154,7 @@ def test_a_tokenizer_that_was_built_is_known_by_all_that_it_was_built_of(tmp_pat
     assert files.tokenizer().to_str() == Tokenizer.from_str(files.tokenizer_json).to_str()
 
 
-def test_a_tokenizer_that_was_built_otherwise_of_the_same_file_is_another_one(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_that_was_built_otherwise_of_the_same_file_is_another_one(tmp_path):
     """A rule that a later kvchat mends gives other texts for the ids of the same file."""
     parts = (b"the same",)
     digests = set()

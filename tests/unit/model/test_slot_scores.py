@@ -1,7 +1,6 @@
 """A compiled step scores slots as the modules do, whose scores are plain softmax attention."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.slot_positions import SlotPositions
 from support.checkpoints import save_checkpoint, tiny_model
 from support.coded_kv_checks import zeroed_pools
-from support.specimens import Specimen, random_ids
+from support.specimens import random_ids
 
 BLOCK, NUM_READ = 16, 600
 BLOCKS = list(range(1, 1 + 60))
@@ -65,9 +64,7 @@ def assert_alike(ours: SlotScores, plain: SlotScores, within: float) -> None:
     "name",
     ["llama", "gemma2, softcap", "gpt_oss, sinks", "gemma3, mixed windows", "mistral, window"],
 )
-def test_rows_whose_kv_is_there_are_scored_and_write_none(
-    name: str, specimen: Callable[[str], Specimen]
-) -> None:
+def test_rows_whose_kv_is_there_are_scored_and_write_none(name, specimen):
     """Rows of several groups, of parts that end within a vector, over a table that lacks tokens."""
     model = paged(specimen(name).loaded, None)
     ids = random_ids(NUM_READ, 1)
@@ -87,9 +84,7 @@ def test_rows_whose_kv_is_there_are_scored_and_write_none(
 
 
 @pytest.mark.parametrize("code", [None, INT8, K8V4, INT4], ids=["floats", "int8", "k8v4", "int4"])
-def test_rows_that_write_their_kv_are_scored_for_the_slots_before_them(
-    code: KvCode | None, tmp_path: Path
-) -> None:
+def test_rows_that_write_their_kv_are_scored_for_the_slots_before_them(code, tmp_path):
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama", head_dim=64))))
     loaded = load_model(source, ModelConfig(dtype="float32"), 128, lambda _: None)
     ids, results = random_ids(NUM_READ, 1), []

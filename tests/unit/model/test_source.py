@@ -125,9 +125,7 @@ def hub_error(kind: type[Exception]) -> Exception:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_whatever_goes_wrong_with_a_download_is_one_sentence(
-    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_goes_wrong_with_a_download_is_one_sentence(error, message, monkeypatch):
     """Errors of a transport in the middle of a file, and of the store of chunks on a full disk,
     were none of those expected and ended in a traceback."""
 

@@ -57,9 +57,7 @@ def test_a_template_file_goes_before_every_other_place(directory: Path) -> None:
         (None, None),
     ],
 )
-def test_of_several_templates_the_default_is_taken(
-    directory: Path, template: object, expected: str | None
-) -> None:
+def test_of_several_templates_the_default_is_taken(directory, template, expected):
     write(directory, "tokenizer_config.json", {"chat_template": template})
 
     assert read(directory).chat_template == expected
@@ -165,9 +163,7 @@ _NO_OBJECTS = (
         (("tokenizer.json", "chat_template.jinja"), (b"\xff\xfe{{ x }}",), ""),
     ],
 )
-def test_a_damaged_file_is_told_by_name(
-    directory: Path, names: tuple[str, ...], contents: tuple[bytes, ...], reason: str
-) -> None:
+def test_a_damaged_file_is_told_by_name(directory, names, contents, reason):
     """A template in another encoding ended in a UnicodeDecodeError."""
     for name, content in product(names, contents):
         path = directory / name
@@ -190,9 +186,7 @@ def test_a_damaged_file_is_told_by_name(
         "config.json",
     ],
 )
-def test_a_named_pipe_in_place_of_a_file_is_told_and_not_waited_for(
-    name: str, directory: Path
-) -> None:
+def test_a_named_pipe_in_place_of_a_file_is_told_and_not_waited_for(name, directory):
     (directory / name).unlink(missing_ok=True)
     os.mkfifo(directory / name)
 
@@ -239,9 +233,7 @@ def test_a_vocabulary_elsewhere_is_not_opened(tmp_path: Path) -> None:
         ("temperature", "true", None),
     ],
 )
-def test_a_sampling_default_that_is_no_possible_one_is_left_out(
-    name: str, value: str, kept: int | None, directory: Path
-) -> None:
+def test_a_sampling_default_that_is_no_possible_one_is_left_out(name, value, kept, directory):
     """An infinite top_k ended in a traceback at the first token."""
     (directory / "generation_config.json").write_text(f'{{"{name}": {value}}}')
 

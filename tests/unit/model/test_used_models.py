@@ -48,9 +48,7 @@ def test_a_moved_model_is_found_by_what_it_holds(models: UsedModels, tmp_path: P
     assert models.moved_to(str(tmp_path / "never")) is None
 
 
-def test_used_files_are_listed_where_they_are_and_the_last_used_first(
-    models: UsedModels, tmp_path: Path
-) -> None:
+def test_used_files_are_listed_where_they_are_and_the_last_used_first(models, tmp_path):
     """A model that was given as a file was forgotten by `kvchat models`."""
     models.note(find_model("demo"))
     used, gone = _used(models, tmp_path / "a"), _used(models, tmp_path / "b", seed=1)

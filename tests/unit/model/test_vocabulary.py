@@ -35,9 +35,7 @@ def test_a_list_of_pieces_and_a_table_of_ids_can_mean_the_same(tmp_path: Path) -
     [{}, {"model": {}}, {"model": []}, plain(3), plain([[]]), {"model": {"vocab": {}}}],
     ids=str,
 )
-def test_a_draft_without_a_vocabulary_is_refused_in_a_sentence(
-    tmp_path: Path, content: Any
-) -> None:
+def test_a_draft_without_a_vocabulary_is_refused_in_a_sentence(tmp_path, content):
     """A KeyError once ended the load as a bug."""
     target = saved(tmp_path / "target", plain({"a": 0}))
 

@@ -114,9 +114,7 @@ def test_files_may_be_links_to_anywhere(single: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "weights/"], ids=["top", "below"])
-def test_a_snapshot_of_the_hubs_cache_loads(
-    below: str, sharded: Path, single: Path, tmp_path: Path
-) -> None:
+def test_a_snapshot_of_the_hubs_cache_loads(below, sharded, single, tmp_path):
     """Its files are links into a directory of blobs, beside that of the snapshots."""
     snapshot = tmp_path / "models--org--m" / "snapshots" / ("0" * 40)
     blobs = tmp_path / "models--org--m" / "blobs"
@@ -179,9 +177,7 @@ def test_every_shard_is_in_both_digests(sharded: Path, tmp_path: Path) -> None:
         path.write_bytes(original)
 
 
-def test_of_two_files_with_one_tensor_the_later_counts_in_order_of_names(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_of_two_files_with_one_tensor_the_later_counts_in_order_of_names(checkpoint, tmp_path):
     """As for transformers; which one that is, is in the digests."""
     first, second = checkpoint / "a.safetensors", checkpoint / "b.safetensors"
     (checkpoint / "model.safetensors").rename(first)
@@ -198,9 +194,7 @@ def test_of_two_files_with_one_tensor_the_later_counts_in_order_of_names(
     assert all(a != b for a, b in zip(digests(checkpoint), before, strict=True))
 
 
-def test_files_that_change_while_they_are_loaded_are_told(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_change_while_they_are_loaded_are_told(checkpoint, monkeypatch):
     digest = loader.sample_digest
 
     def replaced(source: ModelSource) -> str:
@@ -239,9 +233,7 @@ def test_a_pickle_that_an_index_names_is_never_opened(name: str, checkpoint: Pat
 
 
 @pytest.mark.parametrize("form", ["pickle", "zip"])
-def test_a_pickle_with_the_name_of_a_safetensors_file_is_never_opened(
-    form: str, checkpoint: Path
-) -> None:
+def test_a_pickle_with_the_name_of_a_safetensors_file_is_never_opened(form, checkpoint):
     path = checkpoint / "model.safetensors"
     if form == "zip":
         torch.save({"a": Trap(checkpoint / "ran")}, path)
@@ -335,9 +327,7 @@ def test_what_is_no_file_is_told_and_not_waited_for(kind: str, name: str, checkp
     assert_refused(checkpoint, f"{name} cannot be read: ")
 
 
-def test_a_directory_on_the_way_that_may_not_be_searched_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_on_the_way_that_may_not_be_searched_is_told(tmp_path, monkeypatch):
     """Made up: tests may run as root, whom no mode keeps out."""
 
     def refused(path: str, *args: object, **kwargs: object) -> None:
@@ -348,9 +338,7 @@ def test_a_directory_on_the_way_that_may_not_be_searched_is_told(
         find_model(str(tmp_path / "closed" / "m"))
 
 
-def test_a_directory_that_may_not_be_listed_is_told(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_may_not_be_listed_is_told(checkpoint, monkeypatch):
     def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -453,9 +441,7 @@ def test_what_the_library_refuses_is_told_as_well(header: object, checkpoint: Pa
     ],
     ids=str,
 )
-def test_a_configuration_that_cannot_be_true_is_told_at_once(
-    changes: dict[str, object], checkpoint: Path
-) -> None:
+def test_a_configuration_that_cannot_be_true_is_told_at_once(changes, checkpoint):
     """A million layers were built one by one, a huge layer was filled with random numbers."""
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -480,9 +466,7 @@ def test_an_odd_name_of_an_architecture_is_no_obstacle(name: object, checkpoint:
     assert load(checkpoint).spec.architecture
 
 
-def test_nobody_is_asked_whether_code_may_run(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_asked_whether_code_may_run(checkpoint, monkeypatch):
     """transformers asked on the terminal, and yes would have run the checkpoint's code."""
     path = checkpoint / "config.json"
     code = {"AutoModelForCausalLM": "evil.Evil"}

@@ -151,9 +151,7 @@ def test_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) 
         find_server(address_of(url))
 
 
-def test_ctrl_c_ends_the_wait_for_a_server_that_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_ends_the_wait_for_a_server_that_says_nothing(monkeypatch):
     """It took the ten seconds of a question: the thread that asked was waited for."""
     monkeypatch.setattr(servers, "_ASK_S", 3600.0)
     is_over = threading.Event()
@@ -312,13 +310,7 @@ VARIED = [f"word{number} " for number in range(1000)]
     ],
     ids=["max_tokens", "max_tokens of letters", "repetition", "no limit"],
 )
-def test_an_answer_without_an_end_is_ended_here(
-    monkeypatch: pytest.MonkeyPatch,
-    texts: list[str],
-    options: dict[str, Any],
-    reason: FinishReason,
-    most_chars: int,
-) -> None:
+def test_an_answer_without_an_end_is_ended_here(monkeypatch, texts, options, reason, most_chars):
     """--max-tokens was the server's business, and a session's file grew to 80 MB."""
     monkeypatch.setattr(engine, "_MOST_IDS", 1500)
     with chat_with(lambda path, body: _without_end(*texts)) as (session, _):

@@ -33,12 +33,7 @@ from kvchat.server.guard import Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
 from support.http_servers import serving_app
-from support.scripted_engine import (
-    Author,
-    Script,
-    ScriptedEngine,
-    scripted_build,
-)
+from support.scripted_engine import Author, Script, ScriptedEngine, scripted_build
 
 OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
 PATIENCE_S = 60.0
@@ -134,9 +129,7 @@ def test_what_the_server_cached_is_told_by_tier(host: ChatHost) -> None:
 
 
 @pytest.mark.parametrize("reason", [*MissReason, None])
-def test_why_the_server_had_no_more_is_told(
-    host: ChatHost, monkeypatch: pytest.MonkeyPatch, reason: MissReason | None
-) -> None:
+def test_why_the_server_had_no_more_is_told(host, monkeypatch, reason):
     """An attached chat said "evicted" whatever had happened: the server did not tell."""
     finished = ScriptedEngine._finish
 
@@ -159,9 +152,7 @@ def test_why_the_server_had_no_more_is_told(
         ({"miss_reason": None}, None),
     ],
 )
-def test_a_reason_that_is_not_known_breaks_no_answer(
-    told: dict[str, object], reason: MissReason | None
-) -> None:
+def test_a_reason_that_is_not_known_breaks_no_answer(told, reason):
     usage = {"prompt_tokens": 9, "kvchat": told}
     counts = Reader(Kind.KVCHAT, takes_ids=True).read({"choices": [], "usage": usage}).counts
 
@@ -234,9 +225,7 @@ def test_a_server_of_this_user_tells_its_status_and_drafts_as_it_is_told(model: 
     assert [tier.name for tier in status.tiers] == ["disk"]
 
 
-def test_a_server_of_this_user_scores_and_thins_pins(
-    model: ChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_this_user_scores_and_thins_pins(model, monkeypatch):
     thinned: list[Sequence[KeptPositions]] = []
     scored = {"repeat_scores": lambda _, ids, part: [0.5] * len(ids) if part == [7] else None}
     scored["thin_beginnings"] = lambda _, kept: thinned.append(kept)
@@ -261,9 +250,7 @@ def test_a_server_that_the_user_named_is_changed_in_nothing(host: ChatHost) -> N
 
 
 @pytest.mark.parametrize("path", ["speculate", "thin_beginnings"])
-def test_a_server_for_many_lets_no_client_change_others_requests(
-    model: ChatModel, path: str
-) -> None:
+def test_a_server_for_many_lets_no_client_change_others_requests(model, path):
     import httpx2
 
     with served(model, is_private=False) as url:

@@ -102,9 +102,7 @@ def ended(events: object) -> AnswerEnded:
     return last
 
 
-def test_the_server_answers_as_a_local_engine_does(
-    llama: LlamaServer, model: Path, tmp_path: Path
-) -> None:
+def test_the_server_answers_as_a_local_engine_does(llama, model, tmp_path):
     """Random weights write bytes that are no characters: the server leaves out their tokens."""
     flags = {"model": str(model), "dtype": "float32", "incognito": True, "endpoint": "none"}
     local = open_host(resolve(flags, {}, tmp_path / "no-config.toml"))
@@ -128,9 +126,7 @@ def test_another_turn_reads_what_is_new(llama: LlamaServer, tmp_path: Path) -> N
     assert second.usage.cached.total <= known
 
 
-def test_a_conversation_survives_a_restart_of_the_server(
-    llama: LlamaServer, tmp_path: Path
-) -> None:
+def test_a_conversation_survives_a_restart_of_the_server(llama, tmp_path):
     with host_at(llama.url, tmp_path) as host:
         session = host.new_session()
         first = ended(session.ask("hello " * 20, OPTIONS))

@@ -175,9 +175,7 @@ def _require(name: str) -> Program:
 
 
 @pytest.fixture(scope="module", params=list(PROGRAMS))
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
+def server(request, tmp_path_factory) -> Iterator[Running]:
     running = _started(_require(request.param), tmp_path_factory.mktemp("home"))
     try:
         yield running

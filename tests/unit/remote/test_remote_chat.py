@@ -375,9 +375,7 @@ def test_where_kv_is_cannot_be_known() -> None:
     ],
     ids=["TensorRT-LLM", "TGI"],
 )
-def test_a_chat_with_a_server_that_never_ran_here(
-    gets: dict[str, object], kind: Kind, details: dict[str, object], cached: int | None
-) -> None:
+def test_a_chat_with_a_server_that_never_ran_here(gets, kind, details, cached):
     """As the projects' sources have it: how each is known, and what its stream tells at the end."""
     usage = {"prompt_tokens": 100, "completion_tokens": 2, **details}
     with fake_server(always("He", "llo", usage=usage), gets) as fake, host_of(fake.url) as host:

@@ -94,9 +94,7 @@ def test_this_machine_is_told_from_others(url: str, is_here: bool) -> None:
         ({"/v1/models": models("m", "kvchat", root="demo")}, Kind.KVCHAT, "demo", None),
     ],
 )
-def test_a_server_is_known_by_what_it_says(
-    gets: dict[str, object], kind: Kind, files: str, context: int | None
-) -> None:
+def test_a_server_is_known_by_what_it_says(gets, kind, files, context):
     with fake_server(nothing, gets) as fake:
         server = find_server(address_of(fake.url))
 

@@ -208,9 +208,7 @@ def test_an_error_of_the_server_is_told_and_cannot_act_on_a_terminal(error: obje
 
 @pytest.mark.parametrize("kind", [Kind.VLLM, Kind.SGLANG])
 @pytest.mark.parametrize("takes_ids", [True, False])
-def test_a_router_learns_which_conversation_it_is_and_not_its_name(
-    kind: Kind, takes_ids: bool
-) -> None:
+def test_a_router_learns_which_conversation_it_is_and_not_its_name(kind, takes_ids):
     """vLLM and SGLang have a stable `session_id`, by which their routers keep a worker."""
     base = IDS if takes_ids else TALK
     named = [

@@ -93,9 +93,7 @@ def answered(app: App, path: str, body: dict[str, Any]) -> Got:
 # Codex
 
 
-def test_codex_is_answered_and_told_what_its_server_would_have_run(
-    app: App, reader: Reader
-) -> None:
+def test_codex_is_answered_and_told_what_its_server_would_have_run(app, reader):
     """Its default tools were a 400: one of them is a namespace, and one a search of the web."""
     got = answered(app, RESPONSES, CODEX)
 
@@ -113,21 +111,11 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a function in a namespace": (
         call_of("team__stop", who="a"),
-        {
-            "type": "function_call",
-            "name": "stop",
-            "namespace": "team",
-            "arguments": '{"who": "a"}',
-        },
+        {"type": "function_call", "name": "stop", "namespace": "team", "arguments": '{"who": "a"}'},
     ),
     "its name alone": (
         call_of("stop", who="a"),
-        {
-            "type": "function_call",
-            "name": "stop",
-            "namespace": "team",
-            "arguments": '{"who": "a"}',
-        },
+        {"type": "function_call", "name": "stop", "namespace": "team", "arguments": '{"who": "a"}'},
     ),
     "a custom tool": (
         call_of("patch", input="*** Begin\n+x"),
@@ -145,9 +133,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_has_the_form_of_its_tool_and_is_known_when_it_comes_back(
-    app: App, reader: Reader, name: str
-) -> None:
+def test_a_call_has_the_form_of_its_tool_and_is_known_when_it_comes_back(app, reader, name):
     reader.answer, wanted = CALLS[name]
     body = CODEX | {"tools": [*CODEX["tools"], SEARCH]}
 
@@ -172,9 +158,7 @@ def test_a_call_has_the_form_of_its_tool_and_is_known_when_it_comes_back(
         assert usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"] < 120
 
 
-def test_tools_that_a_search_found_are_written_where_they_were_found(
-    app: App, reader: Reader
-) -> None:
+def test_tools_that_a_search_found_are_written_where_they_were_found(app, reader):
     """The beginning of the prompt stays as it is, and so does its KV."""
     found = {"type": "function", "name": "send", "defer_loading": True, "parameters": schema("to")}
     items = [
@@ -332,9 +316,7 @@ def test_a_deferred_tool_is_written_where_it_is_referred_to(app: App, reader: Re
     assert got.json["content"][0]["input"] == {"to": "you"}
 
 
-def test_deferred_tools_are_all_offered_where_the_server_would_search(
-    app: App, reader: Reader
-) -> None:
+def test_deferred_tools_are_all_offered_where_the_server_would_search(app, reader):
     search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     asked = {"role": "user", "content": "go"}
 
@@ -375,9 +357,7 @@ def asked(*messages: tuple[str, str], **others: Any) -> dict[str, Any]:
     return {**CLAUDE, "messages": given, **others}
 
 
-def test_an_instruction_behind_the_first_message_stands_before_it(
-    serve: Serve, tool_model: ChatModel, reader: Reader
-) -> None:
+def test_an_instruction_behind_the_first_message_stands_before_it(serve, tool_model, reader):
     """Claude Code's second message was read behind the user's words: 1,400 tokens of every new
     session were read again.
     """
@@ -416,9 +396,7 @@ def test_what_an_agent_begins_with_is_pinned_once(app: App) -> None:
     assert created[2] > 0
 
 
-def test_a_beginning_is_pinned_once_an_answer_was_there_and_anew_each_day(
-    tool_model: ChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_beginning_is_pinned_once_an_answer_was_there_and_anew_each_day(tool_model, monkeypatch):
     """A first request that was cut off counted as pinned until the server's end."""
     host = ChatHost(tool_model, scripted_build(tool_model, lambda *_: Script("ok")), None)
     chats = ResentChats(host, AnswerMemory(None))

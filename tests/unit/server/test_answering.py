@@ -252,9 +252,7 @@ def test_silence_before_the_first_event_is_told(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(ended, AnswerEnded)
 
 
-def test_the_server_ends_while_a_request_is_encoded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_ends_while_a_request_is_encoded(monkeypatch, caplog):
     """It waited for the encoder without a limit, and so did Python at its end."""
     monkeypatch.setattr("kvchat.server.answering.CLOSE_S", 0.0)
     begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()

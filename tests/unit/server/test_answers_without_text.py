@@ -66,10 +66,7 @@ def test_a_stop_text_ends_no_thinking(serve: Serve, stop: str) -> None:
     blocks = ask(app, MESSAGES, stop_sequences=[stop]).json["content"]
 
     assert (chat["reasoning_content"], chat["content"]) == ("so\n\nso think", "yes")
-    assert [block.get("thinking") or block["text"] for block in blocks] == [
-        "so\n\nso think",
-        "yes",
-    ]
+    assert [block.get("thinking") or block["text"] for block in blocks] == ["so\n\nso think", "yes"]
 
 
 def test_a_stop_text_ends_no_call(serve: Serve, tool_model: ChatModel) -> None:

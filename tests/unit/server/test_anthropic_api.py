@@ -104,9 +104,7 @@ def test_errors_have_anthropics_form(serve: Serve, body: Any, status: int, kind:
     ("stops", "text", "stop"),
     [(["X", "STOP"], "say A ", "STOP"), (["B", "A"], "say ", "A"), (["Q"], None, None)],
 )
-def test_the_stop_sequence_that_ended_the_answer_is_told(
-    serve: Serve, stops: list[str], text: str | None, stop: str | None, is_streamed: bool
-) -> None:
+def test_the_stop_sequence_that_ended_the_answer_is_told(serve, stops, text, stop, is_streamed):
     """It was told as the end of the turn, so programs took a cut answer for a whole one."""
     app = serve(lambda question, sample: Script("say A STOP B"))
 
@@ -129,9 +127,7 @@ def test_the_stop_sequence_that_ended_the_answer_is_told(
     ],
     ids=["one long message", "many messages"],
 )
-def test_a_prompt_that_is_too_long_is_refused_in_words_at_which_clients_compact(
-    serve: Serve, messages: list[dict[str, str]]
-) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_words_at_which_clients_compact(serve, messages):
     """Claude Code gave up: it looks for Anthropic's sentence and for both numbers in it."""
     got = post(serve(max_context=200), MESSAGES, asked("x") | {"messages": messages})
 

@@ -74,9 +74,7 @@ def count(app: App, given: dict[str, Any]) -> int:
     return int(post(app, COUNT, given).json["input_tokens"])
 
 
-def test_the_system_prompt_and_a_message_are_pinned_each_for_its_time(
-    served: tuple[App, Pins],
-) -> None:
+def test_the_system_prompt_and_a_message_are_pinned_each_for_its_time(served):
     app, pins = served
     system, first = "You know the manual by heart. " * 4, "The first question, a long one. " * 4
 
@@ -107,9 +105,7 @@ def test_a_mark_within_a_message_ends_with_its_block(served: tuple[App, Pins]) -
     assert alone - 4 * BLOCK_SIZE < pin.num_tokens <= alone < whole - 4 * BLOCK_SIZE
 
 
-def test_what_was_computed_up_to_the_last_mark_counts_as_created_once(
-    served: tuple[App, Pins],
-) -> None:
+def test_what_was_computed_up_to_the_last_mark_counts_as_created_once(served):
     app, _ = served
     asked = body([block("You know the manual by heart. " * 4, LONG)], [block("a", SHORT)])
 
@@ -147,9 +143,7 @@ def test_a_mark_of_the_request_marks_its_last_block(served: tuple[App, Pins]) ->
     ],
 )
 @pytest.mark.parametrize("path", [PATH, COUNT])
-def test_a_bad_mark_gets_anthropics_error(
-    serve: Serve, path: str, marks: list[Any], word: str
-) -> None:
+def test_a_bad_mark_gets_anthropics_error(serve, path, marks, word):
     messages = [{"role": "user", "content": [block("a", mark) for mark in marks]}]
 
     got = post(serve(), path, {"model": "scripted", "max_tokens": 3, "messages": messages})

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,7 @@ INTERFACES: dict[str, tuple[dict[str, Any], object, str, str]] = {
     "/v1/chat/completions": (MESSAGES, OPENAI, "data: ", "\n\ndata: [DONE]\n\n"),
     "/v1/completions": ({"prompt": "Go on."}, OPENAI, "data: ", "\n\ndata: [DONE]\n\n"),
     "/v1/responses": ({"input": "Go on."}, OPENAI, "event: error\ndata: ", "\n\n"),
-    "/v1/messages": (
-        {**MESSAGES, "max_tokens": 100},
-        ANTHROPIC,
-        "event: error\ndata: ",
-        "\n\n",
-    ),
+    "/v1/messages": ({**MESSAGES, "max_tokens": 100}, ANTHROPIC, "event: error\ndata: ", "\n\n"),
     "/api/chat": (MESSAGES, {"error": SENTENCE}, "", "\n"),
 }
 
@@ -65,9 +59,7 @@ def begun() -> threading.Event:
 
 
 @pytest.fixture
-def app(
-    serve: Serve, begun: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> App:
+def app(serve: Serve, begun: threading.Event, tmp_path, monkeypatch) -> App:
     """A server of an answer that never comes to its end."""
     monkeypatch.setattr("kvchat.server.serving._GRACE_S", 0.01)
 
@@ -79,9 +71,7 @@ def app(
 
 
 @pytest.mark.parametrize("path", INTERFACES)
-def test_a_stream_ends_with_an_error(
-    app: App, begun: threading.Event, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_ends_with_an_error(app, begun, path, caplog):
     """It ended in the middle of its chunks, without a word, and forty lines of the log told where
     it stood."""
     body, error, before, behind = INTERFACES[path]
@@ -105,9 +95,7 @@ def test_a_streamed_response_has_failed(app: App, begun: threading.Event) -> Non
 
 
 @pytest.mark.parametrize("path", INTERFACES)
-def test_a_whole_answer_is_refused(
-    app: App, begun: threading.Event, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_whole_answer_is_refused(app, begun, path, caplog):
     """It was `Internal Server Error`, without a form that a client could read."""
     body, error, *_ = INTERFACES[path]
 

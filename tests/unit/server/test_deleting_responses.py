@@ -90,9 +90,7 @@ def test_a_deleted_response_is_nowhere(app: App, host: ChatHost, tmp_path: Path)
     assert usage["input_tokens_details"]["cached_tokens"] >= usage["input_tokens"] - 8
 
 
-def test_what_a_later_response_goes_on_from_goes_with_the_last_of_them(
-    app: App, host: ChatHost, tmp_path: Path
-) -> None:
+def test_what_a_later_response_goes_on_from_goes_with_the_last_of_them(app, host, tmp_path):
     first = respond(app, SECRET)
     second = respond(app, "And on Mondays?", previous_response_id=first)
     settle(host)
@@ -105,9 +103,7 @@ def test_what_a_later_response_goes_on_from_goes_with_the_last_of_them(
     assert traces(tmp_path, SECRET, ids) == []
 
 
-def test_while_others_hold_the_kv_the_response_stays_to_delete_it_by(
-    app: App, host: ChatHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_others_hold_the_kv_the_response_stays_to_delete_it_by(app, host, monkeypatch):
     response_id = respond(app, SECRET)
 
     def held(*_: object) -> int:

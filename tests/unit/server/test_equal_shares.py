@@ -35,9 +35,7 @@ def test_every_interface_tells_who_asks(serve: Serve, asked: list[Any], path: st
         (None, b"one", "here one"),
     ],
 )
-def test_a_client_is_an_address_or_a_program_of_this_machine(
-    address: str | None, program: bytes, client: str
-) -> None:
+def test_a_client_is_an_address_or_a_program_of_this_machine(address, program, client):
     scope = {
         "type": "http",
         "headers": [(b"user-agent", program)],
@@ -47,9 +45,7 @@ def test_a_client_is_an_address_or_a_program_of_this_machine(
     assert client_of(HTTPConnection(scope)) == client
 
 
-def test_a_client_with_an_address_of_its_own_is_told_what_was_computed_for_it(
-    serve: Serve,
-) -> None:
+def test_a_client_with_an_address_of_its_own_is_told_what_was_computed_for_it(serve):
     """`kvchat launch` took the work for other clients for that of its own."""
     app, path = serve(), "v1/chat/completions"
     body = {"model": "scripted", **_BODIES[f"/{path}"]}

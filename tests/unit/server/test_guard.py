@@ -61,9 +61,7 @@ def test_a_key_is_asked_for_in_either_header(serve: Serve) -> None:
         ({"host": "[::1]:8642"}, 200),
     ],
 )
-def test_web_pages_of_other_sites_are_refused(
-    serve: Serve, headers: dict[str, str], status: int
-) -> None:
+def test_web_pages_of_other_sites_are_refused(serve, headers, status):
     got = post(serve(), CHAT, BODY, **headers)
 
     assert got.status == status
@@ -110,9 +108,7 @@ def test_a_body_that_is_too_large_is_refused_announced_or_not(serve: Serve) -> N
 
 
 @pytest.mark.parametrize(("num_pieces", "num_read"), [(3, 3), (50, 5)])
-def test_a_body_that_is_too_large_is_read_to_its_end_but_not_one_without_end(
-    num_pieces: int, num_read: int
-) -> None:
+def test_a_body_that_is_too_large_is_read_to_its_end_but_not_one_without_end(num_pieces, num_read):
     """A connection closed while the client sent: it saw a broken connection instead of the 413."""
     left = num_pieces
 

@@ -120,9 +120,7 @@ def test_a_chat_completion_has_the_logprobs_of_its_tokens(app: App) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"stop": ["e"]}, {"n": 3}, {"frequency_penalty": 2.0}])
-def test_a_stream_tells_the_logprobs_that_the_whole_answer_has(
-    app: App, fields: dict[str, Any]
-) -> None:
+def test_a_stream_tells_the_logprobs_that_the_whole_answer_has(app, fields):
     fields = {"logprobs": True, "max_tokens": 40, **fields}
     whole = chat(app, **fields).json["choices"]
     *events, _ = chat(app, stream=True, **fields).events
@@ -363,9 +361,7 @@ class _Slow:
         monkeypatch.setattr(Grammars, "compile", compile_slowly)
 
 
-def test_other_requests_are_answered_while_a_schema_is_compiled(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_requests_are_answered_while_a_schema_is_compiled(app, monkeypatch):
     """The thread that encodes prompts compiled them too: all others waited a second and more."""
     slow = _Slow(monkeypatch)
     plain = {"model": "tiny", "messages": MESSAGES, "seed": 1}

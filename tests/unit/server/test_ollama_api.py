@@ -105,9 +105,7 @@ def test_options_and_a_format_reach_the_engine(app: App, asked: list[Any]) -> No
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
     ],
 )
-def test_what_would_change_the_answer_and_is_not_known_is_refused(
-    app: App, body: dict[str, Any], part: str
-) -> None:
+def test_what_would_change_the_answer_and_is_not_known_is_refused(app, body, part):
     refused = (
         chat(app, ASKED, **{"stream": False, **body})
         if "messages" not in body

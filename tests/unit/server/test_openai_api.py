@@ -147,10 +147,7 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
         "messages[0].role",
     ),
     "an image": (
-        {
-            "model": "scripted",
-            "messages": [{"role": "user", "content": [{"type": "image_url"}]}],
-        },
+        {"model": "scripted", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
         "messages[0].content[0].type",
     ),
@@ -216,9 +213,7 @@ def test_a_failure_of_the_engine_is_an_error_of_the_server(serve: Serve) -> None
     ("path", "name", "change"),
     [(CHAT, "messages", 4), ("/v1/responses", "input", 3), ("/v1/messages", "messages", 3)],
 )
-def test_a_changed_message_is_named_by_its_index_in_the_request(
-    serve: Serve, path: str, name: str, change: int
-) -> None:
+def test_a_changed_message_is_named_by_its_index_in_the_request(serve, path, name, change):
     """Two messages of the user, one after the other, counted as one."""
     app = serve()
     roles = ["user", "assistant", "user", "user", "assistant", "user"]

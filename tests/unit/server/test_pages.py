@@ -38,9 +38,7 @@ def test_the_policy_allows_the_pages_own_style_and_script_alone(serve: Serve) ->
 
 
 @pytest.mark.parametrize("path", ["/kvchat/conversations", "/kvchat/conversations/x"])
-def test_conversations_need_a_key_and_a_server_without_one_shows_none(
-    serve: Serve, path: str
-) -> None:
+def test_conversations_need_a_key_and_a_server_without_one_shows_none(serve, path):
     assert get(serve(api_key=KEY), path).status == 401
     refused = get(serve(), path)
     assert refused.status == 403

@@ -95,9 +95,7 @@ def while_served(app: App, work: Callable[[str], Any]) -> Any:
     return asyncio.run(run())
 
 
-def test_a_box_offers_its_kv_and_puts_it_into_the_store(
-    app: App, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_box_offers_its_kv_and_puts_it_into_the_store(app, caplog):
     caplog.set_level(logging.DEBUG)
 
     def ask(url: str) -> tuple[Offer, int]:

@@ -27,11 +27,7 @@ def app(serve: Serve, tool_model: ChatModel, reader: Reader) -> App:
 
 
 def chat_call(call_id: str, arguments: object) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": "find", "arguments": arguments},
-    }
+    return {"id": call_id, "type": "function", "function": {"name": "find", "arguments": arguments}}
 
 
 def chat_with(calls: list[Any], results: list[tuple[str, object]]) -> dict[str, Any]:
@@ -86,9 +82,7 @@ def prompt(app: App, path: str, body: dict[str, Any]) -> Got:
 
 
 @pytest.mark.parametrize("call_id", ["i", ""])
-def test_calls_with_equal_ids_get_their_results_by_order(
-    app: App, reader: Reader, call_id: str
-) -> None:
+def test_calls_with_equal_ids_get_their_results_by_order(app, reader, call_id):
     """The second call took the place of the first, and so did its result, without a word."""
     calls = [chat_call(call_id, '{"q": "red"}'), chat_call(call_id, '{"q": "sea"}')]
     uses = [use(call_id, {"q": "red"}), use(call_id, {"q": "sea"})]
@@ -176,9 +170,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_a_tool_returned_is_read_or_noted_in_its_place(
-    app: App, reader: Reader, name: str
-) -> None:
+def test_what_a_tool_returned_is_read_or_noted_in_its_place(app, reader, name):
     """It was a 400, and the same for every later request of the conversation."""
     part, read = PARTS[name]
     around = [{"type": "text", "text": "before"}, part, {"type": "text", "text": "after"}]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import LEFT_OUT
 from support.asgi_client import post
 from support.scripted_engine import Script
@@ -46,11 +45,7 @@ def test_items_of_earlier_responses_are_the_history(serve: Serve) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "reasoning", "summary": []},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "b"}],
-        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
         {"type": "message", "role": "user", "content": "c"},
     ]
 
@@ -82,8 +77,7 @@ def test_events_are_numbered_and_end_with_the_whole_response(serve: Serve) -> No
 
 
 @pytest.mark.parametrize(
-    "others",
-    [{"tools": [{}]}, {"conversation": "conv_1"}, {"text": {"format": {"type": "json"}}}],
+    "others", [{"tools": [{}]}, {"conversation": "conv_1"}, {"text": {"format": {"type": "json"}}}]
 )
 def test_what_is_not_supported_is_refused(serve: Serve, others: dict[str, Any]) -> None:
     assert post(serve(), PATH, asked("x", **others)).status == 400
@@ -119,9 +113,7 @@ def test_a_response_says_again_what_the_request_said_of_itself(serve: Serve) -> 
         ("user", "x" * 513),
     ],
 )
-def test_what_would_change_the_response_or_is_no_such_field_is_refused(
-    serve: Serve, name: str, value: object
-) -> None:
+def test_what_would_change_the_response_or_is_no_such_field_is_refused(serve, name, value):
     got = post(serve(), "/v1/responses", {"model": "scripted", "input": "x", name: value})
 
     assert got.status == 400
@@ -180,9 +172,7 @@ def test_a_compaction_item_stands_for_the_conversation(serve: Serve) -> None:
     assert again["status"] == "completed"
 
 
-def test_a_conversation_with_tools_is_compacted_from_the_cache(
-    serve: Serve, tool_model: ChatModel
-) -> None:
+def test_a_conversation_with_tools_is_compacted_from_the_cache(serve, tool_model):
     """Its definitions were left out, so the conversation was computed again."""
     tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
     app = serve(lambda question, sample: Script("We launch on Tuesday."), served=tool_model)

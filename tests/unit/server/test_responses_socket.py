@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ def test_a_socket_tells_the_events_of_a_stream(serve: Serve, address: Any) -> No
     assert f'kvchat_requests_total{{path="{PATH}",status="200"}} 3\n' in counts
 
 
-def test_a_response_that_is_not_stored_is_continued_on_its_connection_alone(
-    serve: Serve, address: Any
-) -> None:
+def test_a_response_that_is_not_stored_is_continued_on_its_connection_alone(serve, address):
     app = serve(lambda question, sample: Script(question))
     url = address(app)
     with connect(url) as socket:
@@ -119,9 +116,7 @@ def test_a_continuation_that_fails_lets_go_of_what_it_continued(serve: Serve, ad
     assert again["error"]["code"] == "previous_response_not_found"
 
 
-def test_a_conversation_longer_than_a_message_may_be_is_not_held(
-    serve: Serve, address: Any
-) -> None:
+def test_a_conversation_longer_than_a_message_may_be_is_not_held(serve, address):
     with connect(address(serve(limits=Limits(body_bytes=300)))) as socket:
         first = said(socket, "a" * 100, store=False)[-1]["response"]["id"]
         held = said(socket, "b" * 100, store=False, previous_response_id=first)[-1]["response"]
@@ -177,9 +172,7 @@ def test_an_answer_that_fails_ends_with_one_event(serve: Serve, address: Any) ->
     assert [event["status"] for event in after] == [500]
 
 
-def test_messages_that_come_meanwhile_are_answered_in_their_order(
-    serve: Serve, address: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_come_meanwhile_are_answered_in_their_order(serve, address, monkeypatch):
     monkeypatch.setattr("kvchat.server.responses_socket.MOST_WAITING", 2)
     is_asked, may_answer = threading.Event(), threading.Event()
 
@@ -234,13 +227,7 @@ def test_a_client_that_goes_cancels_its_answer(serve: Serve, address: Any) -> No
         ({"x-api-key": "sesame"}, 101),
     ],
 )
-def test_a_handshake_needs_the_key_and_no_other_site(
-    serve: Serve,
-    address: Any,
-    caplog: pytest.LogCaptureFixture,
-    headers: dict[str, str],
-    status: int,
-) -> None:
+def test_a_handshake_needs_the_key_and_no_other_site(serve, address, caplog, headers, status):
     url = address(serve(api_key="sesame"))
     if status == 101:
         with connect(url, additional_headers=headers) as socket:
@@ -255,9 +242,7 @@ def test_a_handshake_needs_the_key_and_no_other_site(
     assert not caplog.records, "each refusal once was a fault in the log"
 
 
-def test_there_is_a_most_of_sockets(
-    serve: Serve, address: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_a_most_of_sockets(serve, address, monkeypatch):
     monkeypatch.setattr("kvchat.server.responses_socket.MOST_SOCKETS", 1)
     url = address(serve())
     with connect(url) as socket:
@@ -267,9 +252,7 @@ def test_there_is_a_most_of_sockets(
         assert text_of(said(socket, "x")) == "x 0"
 
 
-def test_a_connection_that_is_too_old_is_told_so_and_closed(
-    serve: Serve, address: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_is_too_old_is_told_so_and_closed(serve, address, monkeypatch):
     monkeypatch.setattr("kvchat.server.responses_socket._MOST_S", 0.0)
     with connect(address(serve())) as socket:
         assert said(socket)[-1]["error"]["code"] == "websocket_connection_limit_reached"
@@ -277,18 +260,14 @@ def test_a_connection_that_is_too_old_is_told_so_and_closed(
             socket.recv(PATIENCE_S)
 
 
-def test_a_socket_outlives_the_look_for_connections_without_a_request(
-    serve: Serve, address: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_socket_outlives_the_look_for_connections_without_a_request(serve, address, monkeypatch):
     monkeypatch.setattr("kvchat.server.serving._HEADERS_S", 0.02)
     app = serve(lambda question, sample: Script("x" * 40, step_s=0.02))
     with connect(address(app)) as socket:
         assert text_of(said(socket, "x")) == "x" * 40
 
 
-def test_a_server_that_ends_answers_before_it_closes_its_sockets(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_server_that_ends_answers_before_it_closes_its_sockets(serve, tmp_path):
     """Answers over HTTP had a few seconds; over a socket they were cut off at once."""
     until = tmp_path / "until"
     app = serve(lambda question, sample: Script("half" * 2, until=until))
@@ -309,9 +288,7 @@ def test_a_server_that_ends_answers_before_it_closes_its_sockets(
     assert closed.value.rcvd.code == 1012
 
 
-def test_a_server_that_ends_cuts_off_what_takes_too_long(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_ends_cuts_off_what_takes_too_long(serve, tmp_path, monkeypatch):
     monkeypatch.setattr("kvchat.server.serving._GRACE_S", 0.01)
     app = serve(lambda question, sample: Script("half" * 2, until=tmp_path / "never"))
     with running(app) as (server, url), connect(url) as socket:

@@ -28,9 +28,7 @@ Scored = tuple[PreTrainedModel, App]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "lfm2"])
-def scored(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Scored]:
+def scored(request, tmp_path_factory) -> Iterator[Scored]:
     """A model of transformers, and a server of the same weights; lfm2 has recurrent state."""
     model_type, settings = STATEFUL.get(request.param, (request.param, {}))
     model = tiny_model(model_type, **settings)
@@ -74,9 +72,7 @@ def test_each_token_has_the_logprob_that_transformers_gives_it(scored: Scored) -
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_continuations_are_scored_as_an_evaluation_harness_does(
-    scored: Scored, batch_size: int
-) -> None:
+def test_continuations_are_scored_as_an_evaluation_harness_does(scored, batch_size):
     """It asks for one token too many, cuts it off, and tells by the largest of the likeliest
     whether the continuation is what the model itself would say.
     """
@@ -226,11 +222,7 @@ def test_a_chat_tells_the_logprobs_of_its_whole_context(scored: Scored) -> None:
     ],
 )
 def test_logprobs_of_prompts_are_written_while_the_event_loop_goes_on(
-    scored: Scored,
-    path: str,
-    fields: dict[str, Any],
-    form: str,
-    monkeypatch: pytest.MonkeyPatch,
+    scored: Scored, path: str, fields: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of 4,000 tokens, 20 for each, stopped all other streams for half a second."""
     whole, threads = getattr(openai_api, form), []

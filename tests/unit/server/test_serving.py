@@ -70,9 +70,7 @@ async def answer_of(
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: loc", b"GET / HTTP/1.1\r\n\r\n"])
-def test_a_connection_without_a_whole_request_is_closed(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_a_connection_without_a_whole_request_is_closed(monkeypatch, sent):
     """A client that sent half of its headers kept its connection for ever."""
     monkeypatch.setattr("kvchat.server.serving._HEADERS_S", 0.02)
 
@@ -132,9 +130,7 @@ HEAD = (
 @pytest.mark.parametrize(
     ("end", "answer"), [(b"0\r\n\r\n", b"30000"), (b"no chunk\r\n", b"400 Bad Request")]
 )
-def test_many_small_chunks_are_parsed_in_turns(
-    monkeypatch: pytest.MonkeyPatch, end: bytes, answer: bytes
-) -> None:
+def test_many_small_chunks_are_parsed_in_turns(monkeypatch, end, answer):
     """200,000 chunks of one byte stopped all other connections for 2.6 s."""
     turns = turns_of(HastyProtocol, monkeypatch)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvchat.chat.answer_memory import ResponseMemory
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.prefixes import ResentChats
 from kvchat.core.errors import ContextTooLong
 from support.asgi_client import Got, call
@@ -70,9 +69,7 @@ def test_a_prompt_that_is_read_in_many_steps(serve: Serve, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", _TOOLS)
-def test_a_call_that_is_written_when_it_is_whole(
-    serve: Serve, tool_model: ChatModel, path: str
-) -> None:
+def test_a_call_that_is_written_when_it_is_whole(serve, tool_model, path):
     got = until_third_sign(serve(slow(_CALL), served=tool_model), path, **_TOOLS[path])
 
     assert got.body.count(_PATHS[path]) == 3
@@ -97,9 +94,7 @@ def test_every_event_of_a_response_has_the_next_number(serve: Serve) -> None:
 
 @pytest.mark.parametrize("path", _PATHS)
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_request_that_waits_for_its_turn_to_be_encoded(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, is_refused: bool
-) -> None:
+def test_a_request_that_waits_for_its_turn_to_be_encoded(serve, monkeypatch, path, is_refused):
     """Other requests with large prompts are before it, and its template may be slow."""
     monkeypatch.setattr("kvchat.server.answering.ENCODING_S", 0.01)
     may_go = threading.Event()

@@ -35,9 +35,7 @@ def prompt_tokens(got: Got) -> int:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_continued_response_is_answered_as_if_all_had_been_sent(
-    serve: Serve, is_streamed: bool
-) -> None:
+def test_a_continued_response_is_answered_as_if_all_had_been_sent(serve, is_streamed):
     app = serve()
     first = post(app, PATH, asked("one", stream=is_streamed))
     response = first.events[-1][1]["response"] if is_streamed else first.json
@@ -53,9 +51,7 @@ def test_a_continued_response_is_answered_as_if_all_had_been_sent(
     assert prompt_tokens(second) - cached < len("<|start|>user\ntwo<|end|>\n") + 20
 
 
-def test_a_response_is_continued_after_a_restart_and_no_file_shows_its_words(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_response_is_continued_after_a_restart_and_no_file_shows_its_words(serve, tmp_path):
     path = tmp_path / "answers.db"
     before = serve(memory=path)
     first = post(before, PATH, asked("a secret of Ada")).json
@@ -116,9 +112,7 @@ def test_instructions_of_the_earlier_response_do_not_count(serve: Serve) -> None
     assert prompt_tokens(second) == prompt_tokens(whole)
 
 
-def test_the_result_of_a_call_needs_only_the_id_of_the_response(
-    serve: Serve, tool_model: ChatModel
-) -> None:
+def test_the_result_of_a_call_needs_only_the_id_of_the_response(serve, tool_model):
     written = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
     app = serve(
         lambda question, sample: Script(written if question == "find" else "found"),
@@ -163,9 +157,7 @@ def test_a_response_can_be_read_again_until_it_is_deleted(serve: Serve) -> None:
     assert later.json["error"]["code"] == "previous_response_not_found"
 
 
-def test_records_have_a_limit_of_bytes_and_the_oldest_go_first(
-    model: ChatModel, tmp_path: Path
-) -> None:
+def test_records_have_a_limit_of_bytes_and_the_oldest_go_first(model, tmp_path):
     record = {"text": "x" * 1000}
     memory = ResponseMemory(tmp_path / "answers.db", model.tokenizer, max_bytes=20_000)
 
@@ -211,9 +203,7 @@ def test_a_record_of_another_tokenizer_is_not_known(model: ChatModel, tmp_path: 
     ("kind", "is_exact"),
     [("byte level", True), ("byte fallback", True), ("unigram", True), ("lower case", False)],
 )
-def test_every_text_comes_back_as_it_was_or_is_not_kept(
-    kind: str, is_exact: bool, text: str
-) -> None:
+def test_every_text_comes_back_as_it_was_or_is_not_kept(kind, is_exact, text):
     memory = ResponseMemory(None, ChatTokenizer(text_files(ZOO[kind]())))
 
     memory.put("r", {"Text": text})
@@ -248,9 +238,7 @@ def test_the_items_that_a_response_answered_are_listed_in_pages(serve: Serve) ->
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("keys", [("type", "id"), ("id",)], ids=["typed", "by the id alone"])
-def test_a_reference_to_an_item_stands_for_the_item(
-    serve: Serve, tool_model: ChatModel, is_streamed: bool, keys: tuple[str, ...]
-) -> None:
+def test_a_reference_to_an_item_stands_for_the_item(serve, tool_model, is_streamed, keys):
     """Vercel's SDK refers to what was answered before, and its second request was a 400."""
     call_text = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
     app = serve(lambda question, sample: Script(f"I look. {call_text}"), served=tool_model)
@@ -276,9 +264,7 @@ def test_a_reference_to_an_item_stands_for_the_item(
     assert again.status == 200, "what the client sent has an id too"
 
 
-def test_a_reference_to_what_is_continued_is_not_read_twice_and_an_unknown_one_is_refused(
-    serve: Serve,
-) -> None:
+def test_a_reference_to_what_is_continued_is_not_read_twice_and_an_unknown_one_is_refused(serve):
     app = serve()
     first = post(app, PATH, asked("one")).json
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}

@@ -96,10 +96,7 @@ MESSAGE = {
                 {"type": "tool_use", "id": "t", "name": "f", "input": {"n": 1}},
             ],
         },
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "t", "content": "r"}],
-        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "r"}]},
     ],
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
@@ -276,9 +273,7 @@ def test_tokens_are_counted_beyond_the_context_but_not_without_end(serve: Serve)
         ("/v1/responses/compact", "input", 200),
     ],
 )
-def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
-    serve: Serve, path: str, name: str, most: int
-) -> None:
+def test_more_messages_than_the_context_has_tokens_are_not_looked_at(serve, path, name, most):
     """200,001 messages were read one by one for 4.5 to 9 s, in which no stream went on."""
     app = serve(max_context=100)
     body: dict[str, Any] = {"model": "scripted"}
@@ -344,9 +339,7 @@ _RETURNED = {"role": "function", "name": "look", "content": "at noon"}
     ],
     ids=["empty place", "null place", "system alone", "old call", "old result"],
 )
-def test_conversations_that_other_servers_take_are_answered(
-    serve: Serve, tool_model: ChatModel, messages: list[Any], question: str
-) -> None:
+def test_conversations_that_other_servers_take_are_answered(serve, tool_model, messages, question):
     """Each was refused, and as it stays in the conversation, so was all that came after it."""
     body = {"model": "scripted", "messages": messages}
     got = post(serve(served=tool_model), "/v1/chat/completions", body)

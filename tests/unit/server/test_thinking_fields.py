@@ -58,9 +58,7 @@ def prompt_tokens(got: Got) -> int:
         ),
     ],
 )
-def test_each_interface_switches_thinking(
-    serve: Serve, toggled: Toggled, path: str, off: dict[str, Any], on: dict[str, Any]
-) -> None:
+def test_each_interface_switches_thinking(serve, toggled, path, off, on):
     app = serve(served=toggled(zoo.TOGGLED))
 
     plain, without, thinking = (prompt_tokens(ask(app, path, **f)) for f in ({}, off, on))
@@ -101,9 +99,7 @@ def test_a_template_without_a_switch_ignores_the_field(serve: Serve) -> None:
         (MESSAGES, {"thinking": "perhaps"}, "thinking"),
     ],
 )
-def test_a_bad_value_names_its_field(
-    serve: Serve, path: str, fields: dict[str, Any], param: str
-) -> None:
+def test_a_bad_value_names_its_field(serve, path, fields, param):
     got = ask(serve(), path, **fields)
 
     assert got.status == 400
@@ -111,9 +107,7 @@ def test_a_bad_value_names_its_field(
 
 
 @pytest.mark.parametrize("later", ["none", "high", None])
-def test_a_history_that_was_asked_otherwise_keeps_its_ids(
-    serve: Serve, toggled: Toggled, later: str | None
-) -> None:
+def test_a_history_that_was_asked_otherwise_keeps_its_ids(serve, toggled, later):
     """What was fed holds an empty thought before the answer. Asked again with another effort, or
     none, all from there on was read again.
     """
@@ -154,18 +148,14 @@ KWARGS = "chat_template_kwargs"
         (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "none"}}),
     ],
 )
-def test_the_switches_of_other_servers_switch_thinking(
-    serve: Serve, toggled: Toggled, path: str, fields: dict[str, Any]
-) -> None:
+def test_the_switches_of_other_servers_switch_thinking(serve, toggled, path, fields):
     """They were ignored, and the model thought."""
     app = serve(served=toggled(zoo.TOGGLED))
 
     assert prompt_tokens(ask(app, path, **fields)) == prompt_tokens(ask(app, path)) + EMPTY_TOKENS
 
 
-def test_the_interfaces_own_field_counts_more_than_another_servers(
-    serve: Serve, toggled: Toggled
-) -> None:
+def test_the_interfaces_own_field_counts_more_than_another_servers(serve, toggled):
     app = serve(served=toggled(zoo.TOGGLED))
 
     got = ask(app, CHAT, reasoning_effort="high", enable_thinking=False)
@@ -183,9 +173,7 @@ def test_the_interfaces_own_field_counts_more_than_another_servers(
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
 )
-def test_a_bad_switch_is_refused_by_its_name(
-    serve: Serve, fields: dict[str, Any], param: str
-) -> None:
+def test_a_bad_switch_is_refused_by_its_name(serve, fields, param):
     got = ask(serve(), CHAT, **fields)
 
     assert got.status == 400

@@ -56,9 +56,7 @@ MARKS = ("<tool_call>", "</tool_call>")
 
 @pytest.mark.parametrize("is_special", [True, False, None])
 @pytest.mark.parametrize("template", ["json", "elements"])
-def test_a_required_call_is_written_with_the_tokens_of_its_template(
-    tmp_path: Path, template: str, is_special: bool | None
-) -> None:
+def test_a_required_call_is_written_with_the_tokens_of_its_template(tmp_path, template, is_special):
     """The marks of Qwen's calls are added tokens that are not special: no call could begin."""
     marks = () if is_special is None else MARKS
     added = [AddedToken(mark, special=bool(is_special)) for mark in marks]

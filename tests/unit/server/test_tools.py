@@ -4,7 +4,6 @@ The scripted engine answers with the calls; everything above it is real.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,9 +81,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_a_model_calls_is_a_call_or_text(
-    serve: Serve, tool_model: ChatModel, name: str, is_streamed: bool
-) -> None:
+def test_whatever_a_model_calls_is_a_call_or_text(serve, tool_model, name, is_streamed):
     """NaN and half a character were a status 500, and ended a stream without its end."""
     written = f"<tool_call>\n{HOSTILE[name]}\n</tool_call>"
     app = serve(lambda question, sample: Script(written), served=tool_model)
@@ -119,9 +116,7 @@ def test_a_result_is_read_and_the_calls_ids_are_those_that_were_generated(app: A
     assert reread < len("<|start|>user\n<tool_response>\ntwo cats\n</tool_response>") + 40
 
 
-def test_a_call_is_known_again_after_a_restart(
-    serve: Serve, tool_model: ChatModel, tmp_path: Path
-) -> None:
+def test_a_call_is_known_again_after_a_restart(serve, tool_model, tmp_path):
     first = serve(helpful, served=tool_model, memory=tmp_path / "answers.db")
     message = post(first, CHAT, chat_body(ASKED)).json["choices"][0]["message"]
     message["tool_calls"][0]["id"] = "of-the-client"

@@ -65,9 +65,7 @@ def new_chat(begin_host: BeginHost, tiny: Path, tmp_path: Path) -> NewChat:
 
 
 @pytest.mark.parametrize("way", ["/file", "@"])
-def test_a_new_process_attaches_a_pin_by_its_name_and_reads_it_from_the_disk(
-    new_chat: NewChat, docs: Path, way: str
-) -> None:
+def test_a_new_process_attaches_a_pin_by_its_name_and_reads_it_from_the_disk(new_chat, docs, way):
     told = new_chat().do(f"/pin manual {docs}/*.md")
     assert "/file manual attaches it." in told
     again = new_chat()
@@ -98,9 +96,7 @@ def test_a_file_that_is_attached_twice_is_sent_once(new_chat: NewChat, docs: Pat
     assert [text.count(f"{name}:\n") for name in ("a.md", "b.md")] == [1, 1]
 
 
-def test_a_file_that_changed_since_is_said_and_only_what_follows_is_read_again(
-    new_chat: NewChat, docs: Path
-) -> None:
+def test_a_file_that_changed_since_is_said_and_only_what_follows_is_read_again(new_chat, docs):
     new_chat().do(f"/pin manual {docs}/*.md")
     (docs / "b.md").write_text("All of them are green.")
 
@@ -110,9 +106,7 @@ def test_a_file_that_changed_since_is_said_and_only_what_follows_is_read_again(
     assert usage.cached.disk >= len(MANUAL) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_a_file_that_vanished_since_is_one_sentence_and_nothing_is_attached(
-    new_chat: NewChat, docs: Path
-) -> None:
+def test_a_file_that_vanished_since_is_one_sentence_and_nothing_is_attached(new_chat, docs):
     new_chat().do(f"/pin manual {docs}/*.md")
     (docs / "b.md").unlink()
     chat = new_chat()
@@ -124,9 +118,7 @@ def test_a_file_that_vanished_since_is_one_sentence_and_nothing_is_attached(
         assert chat.controller.session is None
 
 
-def test_unpin_removes_the_name_and_the_list_is_private(
-    new_chat: NewChat, docs: Path, tmp_path: Path
-) -> None:
+def test_unpin_removes_the_name_and_the_list_is_private(new_chat, docs, tmp_path):
     chat = new_chat()
     chat.do(f"/pin manual {docs}/*.md")
     listed = tmp_path / "state" / "pins.json"
@@ -140,9 +132,7 @@ def test_unpin_removes_the_name_and_the_list_is_private(
         chat.do("/file manual")
 
 
-def test_a_pin_whose_kv_was_deleted_is_listed_and_can_still_be_attached(
-    new_chat: NewChat, docs: Path
-) -> None:
+def test_a_pin_whose_kv_was_deleted_is_listed_and_can_still_be_attached(new_chat, docs):
     chat = new_chat()
     chat.do(f"/pin manual {docs}/*.md")
     chat.do("/cache clear --yes")
@@ -155,9 +145,7 @@ def test_a_pin_whose_kv_was_deleted_is_listed_and_can_still_be_attached(
     assert chat.do("/pin list") == "Nothing is pinned.\n"
 
 
-def test_incognito_attaches_a_pin_and_writes_nothing(
-    new_chat: NewChat, docs: Path, tmp_path: Path
-) -> None:
+def test_incognito_attaches_a_pin_and_writes_nothing(new_chat, docs, tmp_path):
     new_chat().do(f"/pin manual {docs}/*.md")
     before = (tmp_path / "state" / "pins.json").read_bytes()
     chat = new_chat(is_incognito=True)
@@ -168,9 +156,7 @@ def test_incognito_attaches_a_pin_and_writes_nothing(
     assert (tmp_path / "state" / "pins.json").read_bytes() == before
 
 
-def test_a_file_comes_before_a_pin_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_comes_before_a_pin_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pins = {"manual": [Path("/x/a.md"), Path("/x/b.md")], "the book": [Path("/x/c.md")]}
     text = 'Compare @manual, @"the book" and @manual.'
@@ -194,9 +180,7 @@ def test_a_file_comes_before_a_pin_of_its_name(
         ("/unpin the b", "/unpin the book"),
     ],
 )
-def test_the_names_of_pins_complete(
-    line: str, completed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_names_of_pins_complete(line, completed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pins = (("manual", "pinned, 2 files"), ("the book", "pinned, 1 file"))
     completer = LineCompleter(build_registry(), {Argument.PIN: lambda: pins})

@@ -17,9 +17,7 @@ StartChat = Callable[..., ChatScreen]
 _FAILED = "the disk cache failed: No space left on device."
 
 
-def test_the_store_is_looked_after_from_within_a_chat(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_the_store_is_looked_after_from_within_a_chat(start_chat, tmp_path):
     store = stored_packs(tmp_path / "kv")
     chat = start_chat("--kept", str(store.directory), columns=160, rows=60)
     chat.enter("/cache").wait_for("used: 5 packs, 22 tokens").wait_for("last used 20")

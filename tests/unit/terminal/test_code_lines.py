@@ -183,9 +183,7 @@ def test_a_language_whose_lexer_stands_still_is_plain() -> None:
 @pytest.mark.parametrize(
     "lexer", [_Standing, _Pushing, _Backtracking, _Repeating, _Silent, _Failing]
 )
-def test_no_lexer_can_hang_or_end_an_answer(
-    monkeypatch: pytest.MonkeyPatch, lexer: type[Lexer]
-) -> None:
+def test_no_lexer_can_hang_or_end_an_answer(monkeypatch, lexer):
     """A lexer that did not come to an end stopped the event loop, and one that raised ended the
     answer; now its block goes on plain, the look ahead as well."""
     monkeypatch.setattr(code_lines, "find_lexer", lambda language: lexer())

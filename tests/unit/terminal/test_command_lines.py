@@ -24,9 +24,7 @@ def gate(tmp_path: Path) -> Path:
     return tmp_path / "gate"
 
 
-def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
-    start_chat: StartChat, gate: Path
-) -> None:
+def test_a_refusal_does_not_come_between_two_lines_of_an_answer(start_chat, gate):
     """It split the paragraph that was being written, in the scrollback, for good."""
     chat = start_chat("--gate", str(gate))
     chat.enter("gated 80").wait_for("word30 ")
@@ -43,9 +41,7 @@ def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
-def test_what_a_command_says_stands_below_the_answer_that_streams(
-    start_chat: StartChat, gate: Path, columns: int, rows: int
-) -> None:
+def test_what_a_command_says_stands_below_the_answer_that_streams(start_chat, gate, columns, rows):
     """/help came between two lines of a paragraph, and stayed there in the scrollback."""
     chat = start_chat("--gate", str(gate), columns=columns, rows=rows)
     chat.enter("gated 80").wait_for("word30 ")
@@ -66,9 +62,7 @@ def test_what_a_command_says_stands_below_the_answer_that_streams(
     assert "/resume" in after
 
 
-def test_several_commands_during_an_answer_follow_it_in_their_order(
-    start_chat: StartChat, gate: Path
-) -> None:
+def test_several_commands_during_an_answer_follow_it_in_their_order(start_chat, gate):
     chat = start_chat("--gate", str(gate), rows=40)
     chat.enter("gated 80").wait_for("word30 ")
     chat.enter("/set seed 5").wait_for_shown("seed is 5.")
@@ -84,18 +78,14 @@ def test_several_commands_during_an_answer_follow_it_in_their_order(
     assert "identity" in chat.text.partition("first token")[2]
 
 
-def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(start_chat, tmp_path):
     chat = start_chat("--loading", str(tmp_path / "never"))
     chat.enter("hello").wait_for("Esc stops")
     chat.enter("/set seed 5").wait_for("seed is 5.")
     assert "❯ hello" in chat.text.partition("❯ /set seed 5")[0]
 
 
-def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(start_chat, tmp_path):
     """Both lines stood together, and then both results."""
     loaded = tmp_path / "loaded"
     loaded.touch()

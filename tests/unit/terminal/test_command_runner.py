@@ -162,9 +162,7 @@ def test_an_error_comes_with_the_line_unless_that_is_shown(said: str, line: str)
     assert context.lines.shown[-2:] == ["> /next", "goes on"]
 
 
-def test_an_unexpected_error_is_one_sentence_and_the_next_command_runs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unexpected_error_is_one_sentence_and_the_next_command_runs(caplog):
     async def scene() -> list[str]:
         context = Context()
         context.runner.begin(command("broken", fails(ZeroDivisionError("secret text"))), "/broken")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +26,7 @@ def test_a_question_aside_is_marked_and_leaves_no_trace(start_chat: StartChat) -
     chat.enter("/btw").wait_for("Ask what?")
 
 
-def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(
-    start_chat: StartChat,
-) -> None:
+def test_compacting_says_what_it_costs_and_saves_and_keeps_the_branch(start_chat):
     chat = start_chat(columns=100, rows=40)
     chat.enter("lines 40").wait_for(_figures(1))
     for number, text in enumerate(("two", "three"), start=2):
@@ -56,9 +53,7 @@ def test_a_model_that_repeats_the_request_compacts_nothing(start_chat: StartChat
     assert "Compacted" not in chat.text
 
 
-def test_a_refusal_compacts_nothing_and_undo_takes_a_compaction_back(
-    start_chat: StartChat,
-) -> None:
+def test_a_refusal_compacts_nothing_and_undo_takes_a_compaction_back(start_chat):
     chat = start_chat(columns=100, rows=40)
     chat.enter("lines 30").wait_for(_figures(1))
     chat.enter("/compact a refusal").wait_for("far too short, so nothing is compacted.")
@@ -130,9 +125,7 @@ def test_a_summary_that_fails_compacts_nothing(start_chat: StartChat) -> None:
     assert "summary of" not in again.text
 
 
-def test_a_summary_that_waits_for_a_model_that_cannot_be_loaded(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_summary_that_waits_for_a_model_that_cannot_be_loaded(start_chat, tmp_path):
     """Its failure is said once, as the chat's, and nothing is compacted."""
     start_chat().enter("lines 40").wait_for("first token").enter("/exit").finish()
     loaded = tmp_path / "loaded"

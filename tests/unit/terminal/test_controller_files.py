@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.controller import ChatController
-from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.terminal.script_commands import ScriptPage
 from unit.terminal.test_controller_turns import ask, do
@@ -18,9 +17,7 @@ class NoChoicePage(ScriptPage):
         return None
 
 
-def test_a_session_that_cannot_be_read_can_be_deleted(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_session_that_cannot_be_read_can_be_deleted(controller, store):
     """/delete offered it, and then refused: it read its title first."""
     ask(controller, "one")
     damaged = "20250101-000000-abcd"
@@ -33,9 +30,7 @@ def test_a_session_that_cannot_be_read_can_be_deleted(
     assert store.ids() == [controller.require_session().session_id]
 
 
-def test_leaving_the_list_of_what_to_delete_is_no_error(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_leaving_the_list_of_what_to_delete_is_no_error(controller, store):
     """Esc said "There is nothing to delete.", of two conversations that were there."""
     for text in ("my cat", "my dog"):
         ask(controller, text)
@@ -45,9 +40,7 @@ def test_leaving_the_list_of_what_to_delete_is_no_error(
     assert len(store.ids()) == 2
 
 
-def test_a_second_export_finds_a_name_of_its_own(
-    controller: ChatController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_export_finds_a_name_of_its_own(controller, tmp_path, monkeypatch):
     """After more turns, /export refused: the file exists already, choose another name."""
     monkeypatch.chdir(tmp_path)
     ask(controller, "one")
@@ -75,9 +68,7 @@ def test_an_export_says_that_the_conversation_is_saved_too_where_it_is(
     assert ("also saved" in do(controller, f"/export {tmp_path}/one.md")) is is_said
 
 
-def test_an_export_says_which_directory_is_missing(
-    controller: ChatController, tmp_path: Path
-) -> None:
+def test_an_export_says_which_directory_is_missing(controller, tmp_path):
     """The help's own example failed with "No such file or directory" and the name of the file."""
     ask(controller, "one")
     with pytest.raises(UsageError, match=f"There is no directory {tmp_path}/notes"):

@@ -104,9 +104,7 @@ def test_another_model_waits_until_all_of_the_conversation_is_in_its_file(
     assert list(saved.turns()) == list(controller.require_conversation().turns())
 
 
-def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(
-    controller: ChatController,
-) -> None:
+def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(controller):
     """The sentence of the session was dropped."""
     finish(controller.ask("on disk"))
     with full_disk():
@@ -119,9 +117,7 @@ def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(
 
 
 @pytest.mark.parametrize("command", ["/new", "/resume first", "/fork"])
-def test_going_on_in_another_says_what_of_the_last_is_not_saved(
-    controller: ChatController, command: str
-) -> None:
+def test_going_on_in_another_says_what_of_the_last_is_not_saved(controller, command):
     """/new promised that the last one was kept, though the disk was full; the others left a
     conversation behind whose end was nowhere, without a word.
     """
@@ -174,12 +170,7 @@ def leave_at_once(controller: ChatController, patch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_the_farewell_promises_only_what_is_saved(
-    controller: ChatController,
-    is_full: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_farewell_promises_only_what_is_saved(controller, is_full, monkeypatch, capfd):
     """Leaving on a full disk said "This conversation is kept" before it was found not to be, and
     the exit code was that of a chat that is saved.
     """
@@ -221,9 +212,7 @@ def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_title_that_a_full_disk_has_no_room_for_is_not_promised(
-    controller: ChatController, store: SessionStore, is_open: bool
-) -> None:
+def test_a_title_that_a_full_disk_has_no_room_for_is_not_promised(controller, store, is_open):
     """The list showed the new title, and the next chat the old one."""
     finish(controller.ask("on disk"))
     session_id = controller.require_session().session_id
@@ -283,18 +272,14 @@ def test_a_warning_holds_until_the_next_line(controller: ChatController) -> None
         asyncio.run(leave_twice())
 
 
-def test_a_script_leaves_an_unsaved_conversation_without_a_question(
-    controller: ChatController,
-) -> None:
+def test_a_script_leaves_an_unsaved_conversation_without_a_question(controller):
     finish(controller.ask("on disk"))
     with full_disk():
         finish(controller.ask("in memory"))
         assert carry_out(controller, "/exit") == ""
 
 
-def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
-    controller: ChatController,
-) -> None:
+def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(controller):
     """/fork said "This is a copy now", and that it is not saved came with the next answer."""
     finish(controller.ask("on disk"))
     with full_disk():
@@ -305,9 +290,7 @@ def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
     assert controller.saving_problem() is None, "there is room again"
 
 
-def test_a_refused_first_message_leaves_no_file(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_refused_first_message_leaves_no_file(controller, store):
     """A file without a message stayed behind."""
     controller.host.model = replace(controller.host.model, max_context=1024)
     with pytest.raises(ContextTooLong):
@@ -317,9 +300,7 @@ def test_a_refused_first_message_leaves_no_file(
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_first_message_that_the_engine_refuses_leaves_no_file(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_first_message_that_the_engine_refuses_leaves_no_file(controller, store):
     *_, failed = controller.ask("x" * 33_000)
     assert isinstance(failed, AnswerFailed)
     controller.drop_refused()
@@ -328,9 +309,7 @@ def test_a_first_message_that_the_engine_refuses_leaves_no_file(
     assert list(store.directory.iterdir()) == []
 
 
-def test_only_a_conversation_without_answers_is_dropped(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_only_a_conversation_without_answers_is_dropped(controller, store):
     finish(controller.ask("Hello"))
     controller.place.undo()
     list(controller.ask("x" * 33_000))
@@ -340,9 +319,7 @@ def test_only_a_conversation_without_answers_is_dropped(
     assert controller.session is not None
 
 
-def test_a_message_that_is_found_too_long_later_takes_no_number(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_message_that_is_found_too_long_later_takes_no_number(controller, store):
     """Sent before the model was loaded, it stayed as message 2, in the file too."""
     finish(controller.ask("one"))
     controller.keep_waiting(("two",))
@@ -357,9 +334,7 @@ def test_a_message_that_is_found_too_long_later_takes_no_number(
     assert "2 you: two" in carry_out(controller, "/tree")
 
 
-def test_a_message_that_no_model_was_there_to_read_is_taken_back(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_message_that_no_model_was_there_to_read_is_taken_back(controller, store):
     finish(controller.ask("one"))
     model, session_id = controller.host.model, controller.require_session().session_id
     build = scripted_build(model, lambda *_: Script("ok"), failure=ModelError("It is broken."))
@@ -386,9 +361,7 @@ def test_an_earlier_message_that_is_found_too_long_now_stays(controller: ChatCon
     assert controller.require_conversation().has(unanswered.turn_id)
 
 
-def test_another_program_s_file_at_the_same_place_stays(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_another_program_s_file_at_the_same_place_stays(controller, store):
     list(controller.ask("x" * 33_000))
     path = store.directory / f"{controller.require_session().session_id}.jsonl"
     path.unlink()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -79,15 +78,9 @@ def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (
-            "temperature 9",
-            "temperature is 9, outside the usual 0 to 2: answers may be noise.",
-        ),
+        ("temperature 9", "temperature is 9, outside the usual 0 to 2: answers may be noise."),
         ("temperature 2", "temperature is 2."),
-        (
-            "min-p 1",
-            "min-p is 1, outside the usual 0 to 0.5: answers may be noise.",
-        ),
+        ("min-p 1", "min-p is 1, outside the usual 0 to 0.5: answers may be noise."),
         ("min-p -0", "min-p is 0."),
         (
             "repetition-penalty 50",
@@ -99,9 +92,7 @@ def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name:
         ("verbose", "Statistics after answers: one line."),
     ],
 )
-def test_a_setting_with_an_unusual_value_says_what_is_usual(
-    controller: ChatController, setting: str, said: str
-) -> None:
+def test_a_setting_with_an_unusual_value_says_what_is_usual(controller, setting, said):
     """/set temperature 9 was taken without a word, and made noise of every answer."""
     assert do(controller, f"/set {setting}").replace("\n", " ") == f"{said} "
 
@@ -124,9 +115,7 @@ def test_a_setting_with_an_unusual_value_says_what_is_usual(
         "=",
     ],
 )
-def test_an_absurd_setting_is_refused_and_changes_nothing(
-    controller: ChatController, setting: str
-) -> None:
+def test_an_absurd_setting_is_refused_and_changes_nothing(controller, setting):
     before = controller.options
     with pytest.raises(UsageError) as refused:
         do(controller, f"/set {setting}")
@@ -256,9 +245,7 @@ def test_the_tokens_of_megabytes_are_not_counted_to_refuse_them(model: ChatModel
     host.close()
 
 
-def test_a_refused_message_is_at_work_while_its_tokens_are_counted(
-    model: ChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_message_is_at_work_while_its_tokens_are_counted(model, monkeypatch):
     """A pipe that ended in this moment closed the chat before the reason was written."""
     build = scripted_build(model, lambda *_: Script("yes"), max_context=300)
     host = ChatHost(model, build, None)  # type: ignore[arg-type]
@@ -363,9 +350,7 @@ def test_a_message_being_edited_is_edited_under_the_new_prompt(controller: ChatC
 
 
 @pytest.mark.parametrize("texts", [("one", "two"), ("one",)])
-def test_redo_does_not_go_back_to_the_old_prompt(
-    controller: ChatController, texts: tuple[str, ...]
-) -> None:
+def test_redo_does_not_go_back_to_the_old_prompt(controller, texts):
     """/undo, /system X, /redo went on under the prompt that had just been replaced."""
     ask(controller, *texts)
     do(controller, "/undo")
@@ -383,9 +368,7 @@ def test_redo_does_not_go_back_to_the_old_prompt(
 # Numbers
 
 
-def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
-    controller: ChatController,
-) -> None:
+def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(controller):
     """After /forget had left a gap, /switch refused the last turns and broke down on those gone."""
     ask(controller, "one", "two")
     controller.place.move(2)
@@ -404,9 +387,7 @@ def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
 
 @pytest.mark.parametrize("number", [SUPERSCRIPT, ABSURD])
 @pytest.mark.parametrize("command", ["/undo", "/rewind", "/edit", "/retry -n", "/resume"])
-def test_what_only_looks_like_a_number_is_refused_in_a_sentence(
-    controller: ChatController, command: str, number: str
-) -> None:
+def test_what_only_looks_like_a_number_is_refused_in_a_sentence(controller, command, number):
     """A superscript is a digit to Python and no number; thousands of digits are none either."""
     ask(controller, "one")
 
@@ -432,9 +413,7 @@ def test_a_system_prompt_that_leaves_no_room_is_refused(controller: ChatControll
     ("name", "answer"),
     [("temp", "Did you mean temperature?"), ("topp", "Did you mean top-p?"), ("foo", "There are:")],
 )
-def test_a_setting_that_does_not_exist_names_the_closest(
-    controller: ChatController, name: str, answer: str
-) -> None:
+def test_a_setting_that_does_not_exist_names_the_closest(controller, name, answer):
     """/set temp 0.5 listed nine names."""
     with pytest.raises(UsageError) as caught:
         do(controller, f"/set {name} 1")
@@ -442,9 +421,7 @@ def test_a_setting_that_does_not_exist_names_the_closest(
 
 
 @pytest.mark.parametrize("size", [70_000, 33_000], ids=["chat", "engine"])
-def test_an_edit_that_is_refused_leaves_the_conversation_where_it_was(
-    controller: ChatController, size: int
-) -> None:
+def test_an_edit_that_is_refused_leaves_the_conversation_where_it_was(controller, size):
     """/edit 1 with too long a text moved back before message 1, and the next line replaced it."""
     ask(controller, "one", "two")
     before = path_texts(controller)
@@ -503,9 +480,7 @@ def test_more_undone_than_there_is_says_where_that_ends(controller: ChatControll
     assert do(controller, "/undo 2") == "Back before: one  (/redo returns)\n"
 
 
-def test_a_conversation_stepped_back_to_its_beginning_can_be_resumed(
-    controller: ChatController,
-) -> None:
+def test_a_conversation_stepped_back_to_its_beginning_can_be_resumed(controller):
     """No list had it: only `kvchat -c` found it, as long as it was the last one."""
     ask(controller, "one")
     session_id = controller.require_session().session_id
@@ -516,9 +491,7 @@ def test_a_conversation_stepped_back_to_its_beginning_can_be_resumed(
     assert controller.require_session().session_id == session_id
 
 
-def test_a_format_is_refused_by_the_name_of_the_file_too(
-    controller: ChatController, tmp_path: Path
-) -> None:
+def test_a_format_is_refused_by_the_name_of_the_file_too(controller, tmp_path):
     """/export notes.pdf wrote Markdown to it."""
     ask(controller, "one")
     with pytest.raises(UsageError, match=r"pdf is no format of /export\."):

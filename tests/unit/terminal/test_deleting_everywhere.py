@@ -142,9 +142,7 @@ WAYS = (forget, delete_open, delete_another, delete_in_the_picker, remove_in_she
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_deleted_conversation_is_nowhere(
-    home: Home, start: Start, way: Callable[[ChatController, str], None]
-) -> None:
+def test_a_deleted_conversation_is_nowhere(home, start, way):
     controller = home.chat(start())
     finish(controller.ask("I like ships."))
     shared = controller.context_ids
@@ -256,12 +254,7 @@ def forget_last_turns(controller: ChatController, session_id: str) -> None:
 
 
 @pytest.mark.parametrize("way", [remove_in_shell, forget_last_turns], ids=lambda way: way.__name__)
-def test_the_kv_of_all_models_that_went_on_with_it_is_deleted(
-    home: Home,
-    start: Start,
-    tmp_path_factory: pytest.TempPathFactory,
-    way: Callable[[ChatController, str], None],
-) -> None:
+def test_the_kv_of_all_models_that_went_on_with_it_is_deleted(home, start, tmp_path_factory, way):
     """Another tokenizer's ids of the text are nowhere in the session's turns."""
     other = tmp_path_factory.mktemp("other")
     save_checkpoint(other, never_stopping(tiny_model("llama", seed=5, vocab_size=400)), CHATML)
@@ -302,9 +295,7 @@ def test_a_conversation_that_is_open_elsewhere_loses_nothing(home: Home, start: 
     assert home.store.ids() == [session_id]
 
 
-def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(
-    home: Home, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(home, start, monkeypatch):
     controller = home.chat(start())
     finish(controller.ask(SECRET))
     session_id = controller.require_session().session_id
@@ -323,9 +314,7 @@ def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(
     assert home.store.ids() == []
 
 
-def test_a_running_server_lets_go_of_a_chat_that_runs_elsewhere_now(
-    home: Home, start: Start
-) -> None:
+def test_a_running_server_lets_go_of_a_chat_that_runs_elsewhere_now(home, start):
     """It computed the chat before, and kept the KV in its memory when /delete ran in a terminal."""
     told: list[tuple[list[int], int]] = []
     places = replace(home.places, server=lambda: told.extend)

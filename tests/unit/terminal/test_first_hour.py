@@ -12,9 +12,7 @@ from support.chat_screen import ChatScreen
 StartChat = Callable[..., ChatScreen]
 
 
-def test_the_toolbar_tells_of_the_loading_from_the_start(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_the_toolbar_tells_of_the_loading_from_the_start(start_chat, tmp_path):
     """It was empty until the first news came: nothing told why there was no answer."""
     chat = start_chat("--loading", str(tmp_path / "never"), "--silent")
     chat.wait_for("scripted · loading the model")
@@ -66,9 +64,7 @@ def test_a_conversation_is_exported_into_a_directory(start_chat: StartChat, tmp_
     assert written.suffix == ".json"
 
 
-def test_a_written_conversation_is_imported_and_gone_on_with(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_written_conversation_is_imported_and_gone_on_with(start_chat, tmp_path):
     """What /export wrote could only be read back from the shell."""
     path = tmp_path / "a chat.json"
     chat = start_chat(columns=200)

@@ -95,9 +95,7 @@ def test_help_scrolls_nothing_away_on_a_small_screen(columns: int, num_rows: int
 @pytest.mark.parametrize(
     ("columns", "explained"), [(100, "beside the answers there are"), (80, "/retry")]
 )
-def test_help_during_an_answer_is_shown_whole(
-    start_chat: StartChat, tmp_path: Path, columns: int, explained: str
-) -> None:
+def test_help_during_an_answer_is_shown_whole(start_chat, tmp_path, columns, explained):
     """At 100 by 30 its last rows were "… 4 more rows, after the answer"."""
     chat = start_chat("--gate", str(tmp_path / "never"), columns=columns, rows=30)
     chat.enter("gated 60").wait_for("word20")
@@ -158,9 +156,7 @@ def line_after(line: str) -> str:
     return line[: len(line) + found.start_position] + found.text
 
 
-def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(tmp_path, monkeypatch):
     """`@notes.txt`, completed, and then "what" was the file notes.txtwhat."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
@@ -174,9 +170,7 @@ def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
     assert line_after("@docs/o") == "@docs/one.md "
 
 
-def test_a_name_with_spaces_completes_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_spaces_completes_to_its_end(tmp_path, monkeypatch):
     """Within the quotation marks that a directory was completed with, nothing completed; what /file
     completed without any was two names to it.
     """
@@ -214,9 +208,7 @@ def test_decorators_in_a_pasted_text_are_no_files() -> None:
     assert unattached(f"{code}\n@notes.txt") == ["There is no file notes.txt"]
 
 
-def test_what_is_no_file_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_file_is_not_called_missing(tmp_path, monkeypatch):
     """A directory went out as text in silence, and "there is no file /dev/zero" was not true."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
@@ -258,9 +250,7 @@ def test_a_long_question_is_wrapped_and_not_clipped() -> None:
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
-def test_the_first_screen_says_what_the_model_is_and_what_to_try(
-    start_chat: StartChat, columns: int, rows: int
-) -> None:
+def test_the_first_screen_says_what_the_model_is_and_what_to_try(start_chat, columns, rows):
     chat = start_chat(columns=columns, rows=rows)
     chat.wait_for_shown("❯")
     first, second, third, *_ = chat.lines
@@ -270,9 +260,7 @@ def test_the_first_screen_says_what_the_model_is_and_what_to_try(
     assert third == ""
 
 
-def test_small_commands_say_what_they_did_and_undo_is_taken_back_whole(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_small_commands_say_what_they_did_and_undo_is_taken_back_whole(start_chat, tmp_path):
     chat = start_chat(columns=100, rows=40)
     for number, text in enumerate(("one", "two", "three"), start=1):
         chat.enter(text).wait_for(lambda shown, n=number: shown.count("first token") == n)  # type: ignore[misc]

@@ -106,9 +106,7 @@ def test_a_text_cleared_outside_all_conversations_is_not_written(tmp_path: Path)
     assert recalled(path) == ["/help"]
 
 
-def test_the_file_stays_small_and_all_of_it_is_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_stays_small_and_all_of_it_is_searched(tmp_path, monkeypatch):
     """It grew without end, and a secret in front of the last 4 MiB stayed in it."""
     monkeypatch.setattr(typed_lines, "MAX_FILE_BYTES", 2000)
     path = tmp_path / "history"
@@ -158,9 +156,7 @@ def test_a_history_says_whether_the_next_chat_has_all_of_it(tmp_path: Path, entr
     assert not lost.is_complete
 
 
-def test_without_a_file_nothing_is_written_and_what_is_forgotten_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_file_nothing_is_written_and_what_is_forgotten_is_gone(tmp_path, monkeypatch):
     """Where nothing is saved, Up still brought back a message that had been forgotten."""
     monkeypatch.chdir(tmp_path)
     history = PrivateHistory(None)

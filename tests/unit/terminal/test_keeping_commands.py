@@ -73,9 +73,7 @@ def is_anywhere(directory: Path, needle: bytes) -> bool:
     return any(needle in path.read_bytes() for path in directory.rglob("*") if path.is_file())
 
 
-def test_a_pin_that_takes_long_says_so_first(
-    new_chat: NewChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pin_that_takes_long_says_so_first(new_chat, tmp_path, monkeypatch):
     """/pin of a file of 3,500 tokens showed nothing for minutes, and what came next waited."""
     chat = new_chat()
     (tmp_path / "long.txt").write_text("words " * 20)
@@ -185,9 +183,7 @@ def test_clearing_has_another_name(new_chat: NewChat) -> None:
     assert chat.kept.status().num_packs == 0
 
 
-def test_a_pinned_file_stands_behind_the_date_of_today(
-    new_chat: NewChat, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_pinned_file_stands_behind_the_date_of_today(new_chat, tiny, tmp_path):
     """What was pinned began with 1 January 1970 where a template writes the date: no chat met it.
 
     The day here has a length of a thousand years, so that none ends while the test runs.
@@ -224,9 +220,7 @@ def test_what_cannot_be_done_is_a_sentence(new_chat: NewChat, line: str, told: s
         new_chat().do(line)
 
 
-def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
-    new_chat: NewChat, tmp_path: Path
-) -> None:
+def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(new_chat, tmp_path):
     chat = new_chat()
     chat.ask("I like ships.")
     other = chat.controller.require_session()
@@ -258,9 +252,7 @@ def test_a_forgotten_conversation_is_nowhere_and_what_others_share_stays(
 
 
 @pytest.mark.parametrize("what", ["", "last "])
-def test_the_words_go_where_the_kv_cannot_be_reached(
-    new_chat: NewChat, tmp_path: Path, what: str
-) -> None:
+def test_the_words_go_where_the_kv_cannot_be_reached(new_chat, tmp_path, what):
     """A cache directory that was no directory kept every word of what was to be forgotten."""
     (tmp_path / "kv").write_text("no directory")
     chat = new_chat()
@@ -292,9 +284,7 @@ def test_the_words_stay_while_others_hold_the_kv(new_chat: NewChat, tmp_path: Pa
     assert not is_anywhere(tmp_path, SECRET.encode())
 
 
-def test_forgetting_the_last_turn_leaves_the_turns_before(
-    new_chat: NewChat, tmp_path: Path
-) -> None:
+def test_forgetting_the_last_turn_leaves_the_turns_before(new_chat, tmp_path):
     chat = new_chat()
     chat.ask("I like ships.")
     chat.ask(SECRET)
@@ -322,9 +312,7 @@ def test_forgetting_the_last_turn_leaves_the_turns_before(
     assert "Forgotten: the conversation" in chat.do("/forget yes")
 
 
-def test_files_that_do_not_fit_are_no_pin_and_the_error_speaks_of_files(
-    new_chat: NewChat, tmp_path: Path
-) -> None:
+def test_files_that_do_not_fit_are_no_pin_and_the_error_speaks_of_files(new_chat, tmp_path):
     """It said "The prompt has 16,926 tokens ... start a new conversation", of a pin."""
     chat = new_chat()
     chat.controller.host.wait_until_ready()
@@ -337,9 +325,7 @@ def test_files_that_do_not_fit_are_no_pin_and_the_error_speaks_of_files(
     assert chat.pins() == {}
 
 
-def test_what_chats_with_the_projects_file_begin_with_is_pinned(
-    new_chat: NewChat, tmp_path: Path
-) -> None:
+def test_what_chats_with_the_projects_file_begin_with_is_pinned(new_chat, tmp_path):
     (tmp_path / "AGENTS.md").write_text(MANUAL * 2)
     project = ProjectFile(tmp_path, None)
     project.use(True)

@@ -3,7 +3,6 @@
 import asyncio
 import io
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from prompt_toolkit.application.current import set_app
@@ -350,9 +349,7 @@ def _picked(*keys: str) -> object:
         (["xyz", "\r"], "open"),
     ],
 )
-def test_a_picker_is_worked_with_arrows_letters_enter_and_escape(
-    keys: list[str], picked: object
-) -> None:
+def test_a_picker_is_worked_with_arrows_letters_enter_and_escape(keys, picked):
     assert _picked(*keys) == picked
 
 
@@ -380,9 +377,7 @@ def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
     assert (heard, text) == ([], "/export")
 
 
-def test_another_tab_goes_on_in_the_directory_that_was_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tab_goes_on_in_the_directory_that_was_completed(tmp_path, monkeypatch):
     """In one that had to be put in quotation marks it chose the directory again and again."""
     from kvchat.terminal.command_runner import build_registry
     from kvchat.terminal.completion import LineCompleter

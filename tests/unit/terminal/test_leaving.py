@@ -27,9 +27,7 @@ def _last_answer(sessions: Path) -> tuple[str, FinishReason | None]:
     ],
     ids=["ctrl-d", "exit exit"],
 )
-def test_keys_that_leave_say_that_nothing_failed(
-    start_chat: StartChat, how: Callable[[ChatScreen], object]
-) -> None:
+def test_keys_that_leave_say_that_nothing_failed(start_chat, how):
     chat = start_chat(is_saved=False)
     chat.enter("hello").wait_for("tokens, ")
     how(chat)
@@ -37,9 +35,7 @@ def test_keys_that_leave_say_that_nothing_failed(
     assert chat.finish() == 0
 
 
-def test_exit_in_the_middle_of_an_answer_stops_it_and_leaves(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_exit_in_the_middle_of_an_answer_stops_it_and_leaves(start_chat, tmp_path):
     chat = start_chat()
     chat.enter("slow 3000").wait_for("line-0004")
     chat.enter("/exit")
@@ -48,9 +44,7 @@ def test_exit_in_the_middle_of_an_answer_stops_it_and_leaves(
     assert _last_answer(tmp_path / "sessions")[1] is FinishReason.CANCELLED
 
 
-def test_what_was_typed_is_shown_where_no_model_comes_to_answer_it(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_was_typed_is_shown_where_no_model_comes_to_answer_it(start_chat, tmp_path):
     """It was lost, also where a server had ended and the chat tried to go on without it."""
     loaded = tmp_path / "loaded"
     chat = start_chat("--fail", "--loading", str(loaded), is_saved=False)
@@ -64,18 +58,14 @@ def test_what_was_typed_is_shown_where_no_model_comes_to_answer_it(
     assert shown[:2] == ["a whole message", "half a li"]
 
 
-def test_leaving_while_the_model_loads_does_not_wait_for_it(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_leaving_while_the_model_loads_does_not_wait_for_it(start_chat, tmp_path):
     chat = start_chat("--loading", str(tmp_path / "never"), is_saved=False)
     chat.wait_for("reading weights").type("\x04")
 
     assert chat.finish() == 0
 
 
-def test_what_was_typed_is_remembered_privately_across_starts(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_was_typed_is_remembered_privately_across_starts(start_chat, tmp_path):
     path = tmp_path / "history"
     chat = start_chat("--history", str(path))
     chat.enter("a needle in it").wait_for("tokens, ").enter("/exit")
@@ -87,9 +77,7 @@ def test_what_was_typed_is_remembered_privately_across_starts(
     again.wait_for("You said 'a needle in it' (0).")
 
 
-def test_messages_that_were_waiting_are_told_of_and_kept(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_messages_that_were_waiting_are_told_of_and_kept(start_chat, tmp_path):
     """What was queued while the model loaded was gone at /exit, without a word."""
     history, never = tmp_path / "history", tmp_path / "never"
     chat = start_chat("--history", str(history), "--loading", str(never))

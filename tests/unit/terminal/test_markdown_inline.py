@@ -155,9 +155,7 @@ def test_a_hidden_target_is_shown() -> None:
         ("a&#12;b&#9;c&Tab;d&#13;e", "ab c d\ne"),
     ],
 )
-def test_a_character_reference_cannot_bring_in_what_a_terminal_obeys(
-    source: str, shown: str
-) -> None:
+def test_a_character_reference_cannot_bring_in_what_a_terminal_obeys(source, shown):
     """References used to become characters behind the sanitising of the text they stood in, and
     `&#8238;` turned the rest of the line around."""
     assert parse_inline(source).text(_PAINTER).plain == shown

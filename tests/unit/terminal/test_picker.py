@@ -153,9 +153,7 @@ def test_special_keys_are_no_search_text(start_chat: StartChat, tmp_path: Path) 
     chat.type("\x1b[F\r").wait_for("A tree of prefixes.")
 
 
-def test_conversations_are_searched_inside_renamed_and_deleted(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_conversations_are_searched_inside_renamed_and_deleted(start_chat, tmp_path):
     store = _fill(tmp_path)
     chat = start_chat(columns=100, rows=30)
     chat.enter("/resume").wait_for("hello · my cat is Mia").wait_for_shown("cold, about 0.1 s")

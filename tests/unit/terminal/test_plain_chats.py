@@ -8,9 +8,7 @@ from support.chat_screen import ChatScreen
 StartChat = Callable[..., ChatScreen]
 
 
-def test_what_boxes_and_colours_would_say_is_said_in_words(
-    start_chat: StartChat,
-) -> None:
+def test_what_boxes_and_colours_would_say_is_said_in_words(start_chat):
     chat = start_chat("--spoken")
     chat.enter("markdown").wait_for("End of answer.")
     for words in ("Code, python:", "End of code.", "a: 1; b: 2", "`code`"):
@@ -29,9 +27,7 @@ def test_pickers_are_numbered_lists(start_chat: StartChat) -> None:
     chat.enter("/tree").wait_for("(here)")
 
 
-def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(
-    start_chat: StartChat,
-) -> None:
+def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(start_chat):
     chat = start_chat("--spoken")
     chat.enter("slow 3000").wait_for("line-0002")
     chat.enter("the next").wait_for("Queued.")
@@ -66,9 +62,7 @@ def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_chat: StartChat) -> None:
     assert "1 you: one · " in chat.text
 
 
-def test_plain_lines_show_a_commands_words_after_the_answer(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_plain_lines_show_a_commands_words_after_the_answer(start_chat, tmp_path):
     gate = tmp_path / "gate"
     chat = start_chat("--plain", "--gate", str(gate))
     chat.enter("gated 80").wait_for("word30 ")

@@ -43,9 +43,7 @@ def chat(
     controller.host.close()
 
 
-def test_a_saved_preset_begins_a_conversation_as_it_was(
-    chat: ChatController, asked_for: list[tuple[str, Any]], tmp_path: Path
-) -> None:
+def test_a_saved_preset_begins_a_conversation_as_it_was(chat, asked_for, tmp_path):
     chat.set_system("Be brief.")
     chat.options = changed(changed(chat.options, "temperature", "0.2"), "stop", "END")
     (tmp_path / "notes.md").write_text("red")
@@ -67,9 +65,7 @@ def test_a_saved_preset_begins_a_conversation_as_it_was(
     assert "Deleted: brief" in do(chat, "/preset rm brief")
 
 
-def test_a_preset_of_another_model_loads_it_with_its_settings(
-    chat: ChatController, asked_for: list[tuple[str, Any]]
-) -> None:
+def test_a_preset_of_another_model_loads_it_with_its_settings(chat, asked_for):
     chat.surroundings.presets.write(
         "fast", Preset({"model": "other", "weights": "int4", "tools": True})
     )
@@ -96,9 +92,7 @@ def test_a_preset_that_names_what_is_gone_changes_nothing(chat: ChatController) 
     assert chat.require_session() is before
 
 
-def test_a_file_that_is_gone_leaves_the_preset_s_model_and_closes_the_old_one(
-    chat: ChatController,
-) -> None:
+def test_a_file_that_is_gone_leaves_the_preset_s_model_and_closes_the_old_one(chat):
     """The old model stayed in memory, with its thread."""
     old = chat.host
     chat.surroundings.presets.write("p", Preset({"model": "other"}, ("/nowhere/a.md",)))
@@ -111,9 +105,7 @@ def test_a_file_that_is_gone_leaves_the_preset_s_model_and_closes_the_old_one(
         old.status().result()
 
 
-def test_flags_hold_beside_a_preset_and_a_prompt_is_no_name_of_a_file(
-    chat: ChatController,
-) -> None:
+def test_flags_hold_beside_a_preset_and_a_prompt_is_no_name_of_a_file(chat):
     chat.settings = replace(chat.settings, given={"seed": 7})
     chat.set_system("@all: be brief")
 

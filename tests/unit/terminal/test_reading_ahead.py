@@ -33,9 +33,7 @@ def _num_computed(chat: ChatScreen) -> int:
     return whole - cached
 
 
-def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
-    start_chat: StartChat, tmp_path: Path, manual: Path
-) -> None:
+def test_a_file_given_by_f_is_read_once_the_model_is_loaded(start_chat, tmp_path, manual):
     """Only typing began the reading, so -f and a short question read the file after Enter."""
     loaded, log = tmp_path / "loaded", tmp_path / "log"
     arguments = ("--attach", str(manual), "--loading", str(loaded), "--log", str(log))
@@ -47,9 +45,7 @@ def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
 
 
-def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(
-    start_chat: StartChat, manual: Path
-) -> None:
+def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(start_chat, manual):
     """Nothing said that a file was attached, or why the next answer would come at once."""
     chat = start_chat(columns=40, rows=16)
     chat.enter(f"/file {manual}").wait_for_shown("scripted · manual.txt attached, read")
@@ -66,9 +62,7 @@ def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(
     assert "attached" not in half.shown.splitlines()[-1]
 
 
-def test_a_file_attached_by_a_command_is_read_without_another_key(
-    start_chat: StartChat, tmp_path: Path, manual: Path
-) -> None:
+def test_a_file_attached_by_a_command_is_read_without_another_key(start_chat, tmp_path, manual):
     log = tmp_path / "log"
     chat = start_chat("--log", str(log), columns=100)
     chat.enter(f"/file {manual}").wait_for("it goes with your next message")

@@ -27,12 +27,7 @@ from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands_turns import what_stands_for_older
 from kvchat.terminal.room import RoomMaker
-from support.scripted_engine import (
-    BLOCK_SIZE,
-    Script,
-    ScriptedEngine,
-    scripted_build,
-)
+from support.scripted_engine import BLOCK_SIZE, Script, ScriptedEngine, scripted_build
 
 LIMIT = 1200
 SYSTEM = "You are Kim."
@@ -136,9 +131,7 @@ def test_without_a_policy_a_full_context_refuses_the_message(open_chat: Open) ->
 
 
 @pytest.mark.parametrize("policy", ["drop", "compact"])
-def test_a_chat_passes_its_window_four_times_and_keeps_its_system_prompt(
-    open_chat: Open, policy: str
-) -> None:
+def test_a_chat_passes_its_window_four_times_and_keeps_its_system_prompt(open_chat, policy):
     chat = open_chat(policy)
     num_read = []
     for number in range(40):
@@ -186,9 +179,7 @@ def test_room_is_made_early_where_no_message_fits_and_the_last_one_stays(open_ch
     assert chat.say("Hello").usage.prefilled_tokens < 100
 
 
-def test_what_stays_is_moved_where_the_model_lets_it(
-    open_chat: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stays_is_moved_where_the_model_lets_it(open_chat, monkeypatch):
     """Only the note that messages were left out is read, once, and the loss is said in one line."""
     monkeypatch.setattr(ScriptedEngine, "moves_kv", True)
     chat = open_chat("drop")
@@ -251,9 +242,7 @@ def test_the_request_for_a_summary_finds_the_whole_history_cached(open_chat: Ope
     assert f"{usage.cached.total:,} of {usage.prompt_tokens:,} tokens cached" in chat.said[0]
 
 
-def test_where_no_summary_is_written_messages_are_left_out_in_time(
-    open_chat: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_summary_is_written_messages_are_left_out_in_time(open_chat, monkeypatch):
     """Each message asked for a summary again, and answers were cut off at the context's end."""
     chat = open_chat("compact")
     monkeypatch.setattr("kvchat.chat.compaction._REQUEST", "Summarise badly, in {} words.")
@@ -324,9 +313,7 @@ def test_files_without_room_are_left_out_too(open_chat: Open, tmp_path: Path) ->
     assert chat.path[0] == LEFT_OUT
 
 
-def test_an_answer_that_goes_on_keeps_its_message_with_calls_and_results(
-    open_chat: Open, tool_model: ChatModel
-) -> None:
+def test_an_answer_that_goes_on_keeps_its_message_with_calls_and_results(open_chat, tool_model):
     chat = open_chat("drop", which=tool_model)
     chat.controller.options = replace(chat.controller.options, max_calls=None)
     _fill(chat, 5)
@@ -345,9 +332,7 @@ def test_an_answer_that_goes_on_keeps_its_message_with_calls_and_results(
     assert called.role is Role.ASSISTANT
 
 
-def test_results_that_go_with_the_next_message_still_do(
-    open_chat: Open, tool_model: ChatModel
-) -> None:
+def test_results_that_go_with_the_next_message_still_do(open_chat, tool_model):
     chat = open_chat("drop", which=tool_model)
     chat.controller.options = replace(chat.controller.options, max_calls=None)
     _fill(chat, 5)

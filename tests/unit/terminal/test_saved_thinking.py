@@ -44,9 +44,7 @@ def _conversation() -> Conversation:
         ("never closed", ("", "never closed")),
     ],
 )
-def test_a_whole_text_that_closes_a_mark_first_begins_with_thinking(
-    text: str, expected: tuple[str, str]
-) -> None:
+def test_a_whole_text_that_closes_a_mark_first_begins_with_thinking(text, expected):
     """Templates of reasoning models open the mark in the prompt, so that what is saved has only
     the closing one, and all of it counted as answer."""
     assert split_thinking(text) == expected

@@ -54,9 +54,7 @@ def test_thinking_is_shown_apart(start_chat: StartChat) -> None:
     assert "┊ Let me see.\n┊ Yes.\n\nThe answer is 42." in chat.text
 
 
-def test_messages_typed_meanwhile_wait_and_are_answered_in_order(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat, tmp_path):
     gate = tmp_path / "gate"
     chat = start_chat("--gate", str(gate))
     chat.enter("gated 80").wait_for("word30 ")
@@ -83,9 +81,7 @@ def test_a_waiting_message_can_be_edited(start_chat: StartChat) -> None:
 
 
 @pytest.mark.parametrize("key", ["\x1b", "\x03"])
-def test_an_answer_is_stopped_and_what_there_is_of_it_kept(
-    start_chat: StartChat, tmp_path: Path, key: str
-) -> None:
+def test_an_answer_is_stopped_and_what_there_is_of_it_kept(start_chat, tmp_path, key):
     chat = start_chat()
     chat.enter("slow 3000").wait_for("line-0004")
     chat.type(key).wait_for("stopped")

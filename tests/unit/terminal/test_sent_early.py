@@ -14,18 +14,14 @@ def _saved_texts(sessions: Path) -> list[str]:
     return [turn.text for turn in store.read(store.latest()).conversation.path()]
 
 
-def test_a_message_typed_before_the_prompt_is_there_is_saved_too(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_message_typed_before_the_prompt_is_there_is_saved_too(start_chat, tmp_path):
     chat = start_chat("--loading", str(tmp_path / "never"))
     chat.enter("typed ahead").wait_for("Esc stops").abandon()
 
     assert _saved_texts(tmp_path / "sessions") == ["typed ahead"]
 
 
-def test_a_message_waits_where_the_model_cannot_be_loaded(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_message_waits_where_the_model_cannot_be_loaded(start_chat, tmp_path):
     """It stood unanswered in the conversation, and the next one behind it."""
     loaded = tmp_path / "loaded"
     start_chat().enter("hello").wait_for("You said 'hello' (0).").enter("/exit").finish()
@@ -43,9 +39,7 @@ def test_a_message_waits_where_the_model_cannot_be_loaded(
     again.type("\r").wait_for("You said 'a whole message' (0).")
 
 
-def test_a_first_message_waits_where_the_model_cannot_be_loaded(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_first_message_waits_where_the_model_cannot_be_loaded(start_chat, tmp_path):
     loaded = tmp_path / "loaded"
     chat = start_chat("--fail", "--loading", str(loaded))
     chat.enter("a whole message").wait_for("Esc stops")
@@ -57,9 +51,7 @@ def test_a_first_message_waits_where_the_model_cannot_be_loaded(
     start_chat("--continue").wait_for_shown("❯ a whole message")
 
 
-def test_esc_stops_a_message_that_waits_for_the_model(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_esc_stops_a_message_that_waits_for_the_model(start_chat, tmp_path):
     """The model may load for minutes."""
     loaded = tmp_path / "loaded"
     chat = start_chat("--loading", str(loaded))
@@ -69,9 +61,7 @@ def test_esc_stops_a_message_that_waits_for_the_model(
     chat.enter("/continue").wait_for("You said 'too early' (0).")
 
 
-def test_the_time_of_an_answer_counts_from_when_the_model_is_there(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_the_time_of_an_answer_counts_from_when_the_model_is_there(start_chat, tmp_path):
     loaded = tmp_path / "loaded"
     chat = start_chat("--loading", str(loaded))
     chat.enter("hello").wait_for("scripted · hello · reading weights 25% · Esc stops")
@@ -80,9 +70,7 @@ def test_the_time_of_an_answer_counts_from_when_the_model_is_there(
     chat.wait_for("You said 'hello' (0).").wait_for("context 46/32k")
 
 
-def test_nothing_is_saved_of_a_chat_that_saves_nothing(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_nothing_is_saved_of_a_chat_that_saves_nothing(start_chat, tmp_path):
     chat = start_chat("--loading", str(tmp_path / "never"), is_saved=False)
     chat.enter("a secret").wait_for("Esc stops").type("\x1b").wait_for("\nstopped")
     chat.enter("/exit")
@@ -95,9 +83,7 @@ def _saved_waiting(sessions: Path) -> tuple[str, ...]:
     return store.read(store.latest()).conversation.waiting
 
 
-def test_what_is_typed_ahead_of_an_answer_is_offered_after_a_kill(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_is_typed_ahead_of_an_answer_is_offered_after_a_kill(start_chat, tmp_path):
     """It was in the input history alone: the conversation went on without it."""
     chat = start_chat()
     chat.enter("slow 3000").wait_for("line-0004")
@@ -131,9 +117,7 @@ def test_an_offered_message_can_be_dropped(start_chat: StartChat, tmp_path: Path
     assert "unwanted" not in _saved_texts(tmp_path / "sessions")
 
 
-def test_the_first_message_is_saved_while_tools_start(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_the_first_message_is_saved_while_tools_start(start_chat, tmp_path):
     """Killed in that time, there was no conversation to continue."""
     (tmp_path / "work").mkdir()
     tools = ("--tools", str(tmp_path / "work"), "--late")
@@ -151,9 +135,7 @@ def test_the_first_message_is_saved_while_tools_start(
     assert "were not offered" not in again.text
 
 
-def test_a_message_that_is_taken_back_leaves_no_conversation(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_message_that_is_taken_back_leaves_no_conversation(start_chat, tmp_path):
     (tmp_path / "work").mkdir()
     chat = start_chat("--tools", str(tmp_path / "work"), "--late", str(tmp_path / "never"))
     chat.wait_for("starting MCP servers").enter("a mistake").wait_for_shown("queued 1: a mistake")
@@ -162,9 +144,7 @@ def test_a_message_that_is_taken_back_leaves_no_conversation(
     assert not list((tmp_path / "sessions").glob("*.jsonl"))
 
 
-def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(start_chat, tmp_path):
     history = tmp_path / "history"
     chat = start_chat("--history", str(history))
     chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("1 queued")
@@ -174,9 +154,7 @@ def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(
     again.type("\x1b[A").wait_for_shown("❯ and then this")
 
 
-def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(start_chat, tmp_path):
     """/exit was typed after the message that came back, and was sent with it."""
     (tmp_path / "sessions").write_text("no directory")
     chat = start_chat().enter("my name is Ada")
@@ -201,9 +179,7 @@ def test_what_waits_stays_with_its_conversation(start_chat: StartChat, tmp_path:
     again.wait_for_shown("❯ of the first").enter("/exit").finish()
 
 
-def test_a_refused_message_that_is_dropped_is_not_offered(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_refused_message_that_is_dropped_is_not_offered(start_chat, tmp_path):
     """No turn took it off the list, so it came again in the next chat, and in each after it."""
     binary = tmp_path / "binary.dat"
     binary.write_bytes(b"\0")
@@ -216,9 +192,7 @@ def test_a_refused_message_that_is_dropped_is_not_offered(
     chat.abandon()
 
 
-def test_what_waits_behind_a_message_that_is_too_long_outlives_a_kill(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_waits_behind_a_message_that_is_too_long_outlives_a_kill(start_chat, tmp_path):
     """The file of a conversation in which all was refused is deleted, and what waited with it."""
     (tmp_path / "work").mkdir()
     started = tmp_path / "started"
@@ -247,9 +221,7 @@ def test_forgetting_keeps_what_waits(start_chat: StartChat, tmp_path: Path) -> N
     assert _saved_waiting(tmp_path / "sessions") == ("later",)
 
 
-def test_what_waits_behind_a_first_message_that_is_too_long_is_saved(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_what_waits_behind_a_first_message_that_is_too_long_is_saved(start_chat, tmp_path):
     """The refused message's conversation went with its file, and what waited was in that file."""
     loaded = tmp_path / "loaded"
     chat = start_chat("--loading", str(loaded), "--gate", str(tmp_path / "never"))

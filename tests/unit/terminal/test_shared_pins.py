@@ -56,9 +56,7 @@ def test_a_pin_is_shared_only_where_that_is_asked(new_chat: NewChat, tmp_path: P
     assert records(tmp_path)
 
 
-def test_a_system_prompt_goes_there_by_itself_and_no_message_does(
-    new_chat: NewChat, tmp_path: Path
-) -> None:
+def test_a_system_prompt_goes_there_by_itself_and_no_message_does(new_chat, tmp_path):
     chat = new_chat("one")
 
     finish(chat.ask("Which ships are red?"))

@@ -24,9 +24,7 @@ def type_line(controller: ChatController, line: str) -> str:
     return carry_out(controller, line, AtTerminal)
 
 
-def test_the_output_of_a_command_is_shown_and_goes_with_the_next_message(
-    controller: ChatController, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_of_a_command_is_shown_and_goes_with_the_next_message(controller, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "mine")  # the user's own commands see what the user has
 
     said = type_line(controller, "!seq 50; echo $MY_TOKEN; printf '\\033[31mred'; exit 3")
@@ -60,9 +58,7 @@ def do_or_error(controller: ChatController, line: str) -> str:
         return str(error)
 
 
-def test_a_project_file_joins_the_system_prompt_once_the_user_says_so(
-    controller: ChatController, tmp_path: Path
-) -> None:
+def test_a_project_file_joins_the_system_prompt_once_the_user_says_so(controller, tmp_path):
     (tmp_path / "AGENTS.md").write_text("Use tabs.\n")
     (tmp_path / "CLAUDE.md").write_text("Use spaces.\n")
     state = tmp_path / "state" / "projects.json"
@@ -86,9 +82,7 @@ def test_a_project_file_joins_the_system_prompt_once_the_user_says_so(
     assert not ProjectFile(tmp_path / "elsewhere", state).is_used
 
 
-def test_the_text_that_was_joined_is_taken_out_though_the_file_has_changed(
-    tmp_path: Path,
-) -> None:
+def test_the_text_that_was_joined_is_taken_out_though_the_file_has_changed(tmp_path):
     """/project off left the old rules, and /project on doubled them."""
     (tmp_path / "AGENTS.md").write_text("Use tabs.")
     project = ProjectFile(tmp_path, None)
@@ -100,9 +94,7 @@ def test_the_text_that_was_joined_is_taken_out_though_the_file_has_changed(
     assert project.joined(project.without(joined), project.read()) == "Be brief.\n\nUse spaces."
 
 
-def test_a_project_file_that_cannot_be_read_is_not_decided_on(
-    controller: ChatController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_file_that_cannot_be_read_is_not_decided_on(controller, tmp_path, monkeypatch):
     """Every later start in that directory ended with an error."""
     (tmp_path / "AGENTS.md").write_bytes(b"a\0b")
     project = ProjectFile(tmp_path, tmp_path / "projects.json")

@@ -21,12 +21,7 @@ from kvchat.core.library_environment import set_for_libraries
 from kvchat.core.types import SamplingParams
 from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.history_view import tree_rows
-from kvchat.terminal.multiline import (
-    InputBlocks,
-    edit_text,
-    is_block_open,
-    without_block_marks,
-)
+from kvchat.terminal.multiline import InputBlocks, edit_text, is_block_open, without_block_marks
 from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.pickers import Picker, pick_by_number
 from kvchat.terminal.theme import Glyphs, Look, Role
@@ -167,9 +162,7 @@ def test_a_block_goes_on_until_it_is_closed(text: str) -> None:
 # Mentioned files
 
 
-def test_only_files_that_are_there_are_mentioned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_that_are_there_are_mentioned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b c.txt"):
         Path(name).write_text("x")
@@ -239,9 +232,7 @@ def test_values_that_cannot_be_are_refused_in_a_sentence(name: str, text: str, w
         ({"TERM": "xterm", "ACCESSIBLE": "0"}, "auto", True, False),
     ],
 )
-def test_the_environment_decides_the_look(
-    environment: dict[str, str], color: str, has_colour: bool, is_plain: bool
-) -> None:
+def test_the_environment_decides_the_look(environment, color, has_colour, is_plain):
     look = Look.choose(color, False, environment)
 
     assert (look.has_colour, look.is_plain) == (has_colour, is_plain)
@@ -322,9 +313,7 @@ def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, 
         ("./my notes:\n```\nall:\n```\n\nwhat?", ["my notes"], "what?"),
     ],
 )
-def test_the_summary_of_a_message_leaves_out_its_files(
-    text: str, names: list[str], words: str
-) -> None:
+def test_the_summary_of_a_message_leaves_out_its_files(text, names, words):
     assert split_attached(text) == (names, words)
 
 

@@ -297,9 +297,7 @@ def test_a_stage_too_long_for_the_toolbar_is_cut_and_stays() -> None:
         (["a" * 40], None, f"{'a' * 19}… attached"),
     ],
 )
-def test_what_is_attached_and_read_ahead_in_words(
-    names: list[str], share: float | None, words: str
-) -> None:
+def test_what_is_attached_and_read_ahead_in_words(names, share, words):
     assert attached_in_words(names, share) == words
 
 

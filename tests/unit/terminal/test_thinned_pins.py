@@ -62,9 +62,7 @@ def manual(tmp_path: Path) -> Path:
     return tmp_path / "manual.md"
 
 
-def test_chats_over_a_pin_that_keeps_a_share_of_its_positions(
-    new_chat: NewChat, manual: Path, tmp_path: Path
-) -> None:
+def test_chats_over_a_pin_that_keeps_a_share_of_its_positions(new_chat, manual, tmp_path):
     """In a new process its positions are known, and its KV comes from the disk; turns, a retry and
     a fork go on over it, until all of it is to stay.
     """
@@ -112,9 +110,7 @@ def test_a_pin_that_is_removed_has_all_of_its_kv_again(new_chat: NewChat, manual
         ("--keep 25%", "--keep needs a pin of files."),
     ],
 )
-def test_a_share_that_cannot_be_kept_is_one_sentence(
-    new_chat: NewChat, manual: Path, arguments: str, problem: str
-) -> None:
+def test_a_share_that_cannot_be_kept_is_one_sentence(new_chat, manual, arguments, problem):
     with pytest.raises(UsageError, match=re.escape(problem)):
         new_chat().do(f"/pin {arguments.format(manual)}")
 

@@ -82,9 +82,7 @@ def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: ChatScreen) -
     chat.type("no\r").wait_for("not run: run_command")
 
 
-def test_the_end_of_a_call_is_seen_on_a_small_screen(
-    start_chat: Callable[..., ChatScreen], tmp_path: Path
-) -> None:
+def test_the_end_of_a_call_is_seen_on_a_small_screen(start_chat, tmp_path):
     """Its length was counted in characters: at 40x12 wide ones filled the screen, and neither the
     end nor the choices were seen, of which Enter took yes.
     """
@@ -175,9 +173,7 @@ def test_escape_at_the_question_runs_nothing(chat: ChatScreen) -> None:
     chat.wait_for("Stopped.")
 
 
-def test_calls_and_results_are_there_again_in_a_resumed_chat(
-    chat: ChatScreen, start_chat: Callable[..., ChatScreen], tmp_path: Path
-) -> None:
+def test_calls_and_results_are_there_again_in_a_resumed_chat(chat, start_chat, tmp_path):
     chat.enter(READ)
     chat.wait_for("Run read_file").type("\r")
     wait_for_answers(chat, 2)
@@ -194,9 +190,7 @@ def test_calls_and_results_are_there_again_in_a_resumed_chat(
     again.wait_for("Run read_file")
 
 
-def test_tools_are_offered_to_a_conversation_that_began_without(
-    start_chat: Callable[..., ChatScreen], tmp_path: Path
-) -> None:
+def test_tools_are_offered_to_a_conversation_that_began_without(start_chat, tmp_path):
     before = start_chat()
     before.enter("hello")
     before.wait_for("You said 'hello'")
@@ -213,9 +207,7 @@ def test_tools_are_offered_to_a_conversation_that_began_without(
     after.wait_for("Run read_file")
 
 
-def test_the_prompt_does_not_wait_for_tools_that_start_late(
-    start_chat: Callable[..., ChatScreen], tmp_path: Path
-) -> None:
+def test_the_prompt_does_not_wait_for_tools_that_start_late(start_chat, tmp_path):
     (tmp_path / "work").mkdir()
     started = tmp_path / "started"
     chat = start_chat("--tools", str(tmp_path / "work"), "--late", str(started))
@@ -236,9 +228,7 @@ def test_the_prompt_does_not_wait_for_tools_that_start_late(
     chat.wait_for("echo (asks first)")
 
 
-def test_tools_that_fill_the_context_are_named(
-    start_chat: Callable[..., ChatScreen], tmp_path: Path
-) -> None:
+def test_tools_that_fill_the_context_are_named(start_chat, tmp_path):
     """/compact and /new were named as the ways out, and neither helped."""
     chat = start_chat("--tools", str(tmp_path), "--context", "256")
     chat.enter("hello").wait_for("The tools have ")

@@ -138,9 +138,7 @@ def test_files_can_be_taken_away_again(start_chat: StartChat, tmp_path: Path) ->
     assert "with notes.txt" not in chat.text
 
 
-def test_a_file_longer_than_the_context_is_refused_at_once(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_file_longer_than_the_context_is_refused_at_once(start_chat, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text("forty-two " * 20_000)
     chat = start_chat(columns=200)
@@ -149,9 +147,7 @@ def test_a_file_longer_than_the_context_is_refused_at_once(
     chat.enter("/file clear").wait_for("No file was attached.")
 
 
-def test_a_file_that_cannot_be_attached_loses_no_message(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_attached_loses_no_message(start_chat, tmp_path):
     binary = tmp_path / "image.bin"
     binary.write_bytes(b"\0\1")
     chat = start_chat(columns=200)
@@ -209,9 +205,7 @@ def test_commands_that_must_not_meet_an_answer_are_put_off(start_chat: StartChat
     chat.type("\x1b").wait_for("stopped").type("\r").wait_for("Back before: slow 400")
 
 
-def test_the_editor_gets_the_prompt_and_gives_it_back(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_the_editor_gets_the_prompt_and_gives_it_back(start_chat, tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf " and more\\nlines" >> "$1"\n')
     editor.chmod(0o755)
@@ -220,9 +214,7 @@ def test_the_editor_gets_the_prompt_and_gives_it_back(
     chat.wait_for("You said 'typed and more\\nlines' (0).")
 
 
-def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(start_chat, tmp_path):
     chat = start_chat()
     chat.enter("/set max-tokens 60").wait_for("max-tokens is 60.")
     chat.enter("lines 4").wait_for("cut off at the limit")
@@ -244,9 +236,7 @@ def _conversation(tmp_path: Path):  # type: ignore[no-untyped-def]
     return store.read(store.latest()).conversation
 
 
-def test_an_edit_that_cannot_be_sent_goes_back_into_the_prompt(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_an_edit_that_cannot_be_sent_goes_back_into_the_prompt(start_chat, tmp_path):
     """The tip stayed before the message, and whatever was sent next replaced it."""
     binary = tmp_path / "b"
     binary.write_bytes(b"\0\1")
@@ -278,9 +268,7 @@ def test_a_command_takes_the_place_of_a_message_that_does_not_fit(start_chat: St
     chat.type("\x1b[A").wait_for_shown("❯ /context").type("\x1b[A").wait_for_shown("❯ xxx")
 
 
-def test_no_command_takes_the_place_of_a_message_that_may_be_amended(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_no_command_takes_the_place_of_a_message_that_may_be_amended(start_chat, tmp_path):
     binary = tmp_path / "b"
     binary.write_bytes(b"\0\1")
     chat = start_chat(columns=200)
@@ -310,9 +298,7 @@ def test_a_dear_change_that_is_declined_says_so(start_chat: StartChat) -> None:
     chat.enter("/system").wait_for("There is no system prompt.")
 
 
-def test_a_command_that_comes_while_the_model_loads_says_so(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_a_command_that_comes_while_the_model_loads_says_so(start_chat, tmp_path):
     """It said that it waited for an answer, and that Esc would stop that."""
     chat = start_chat("--loading", str(tmp_path / "never"), columns=100)
     chat.enter("hello").wait_for("Esc stops")

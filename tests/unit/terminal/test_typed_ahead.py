@@ -40,9 +40,7 @@ def _terminal() -> Iterator[tuple[int, Vt100Input]]:
         (b"first\r\x1b[200~one\rtwo\x1b[201~ three", ["first"], "one\ntwo three"),
     ],
 )
-def test_keys_and_replies_are_no_text_and_a_paste_is_one_message(
-    typed: bytes, lines: list[str], rest: str
-) -> None:
+def test_keys_and_replies_are_no_text_and_a_paste_is_one_message(typed, lines, rest):
     with _terminal() as (terminal, source):
         os.write(terminal, typed)
         assert typed_ahead(source) == (lines, rest)

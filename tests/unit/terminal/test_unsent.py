@@ -60,9 +60,7 @@ def _waiting(store: SessionStore, session_id: str) -> tuple[str, ...]:
     return store.read(session_id).conversation.waiting
 
 
-def test_a_copy_takes_along_what_is_offered(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_copy_takes_along_what_is_offered(controller, store):
     """After /fork it was gone from the prompt, and came again in the original only."""
     unsent, prompt = _offered(controller)
     original = _id(controller)
@@ -74,9 +72,7 @@ def test_a_copy_takes_along_what_is_offered(
     assert _waiting(store, _id(controller)) == ("next", "and then")
 
 
-def test_elsewhere_it_is_not_offered_and_stays_saved(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_elsewhere_it_is_not_offered_and_stays_saved(controller, store):
     unsent, prompt = _offered(controller)
     original = _id(controller)
     controller.begin_new()
@@ -86,9 +82,7 @@ def test_elsewhere_it_is_not_offered_and_stays_saved(
     assert _waiting(store, original) == ("next", "and then")
 
 
-def test_what_plain_lines_have_only_shown_stays_saved(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_what_plain_lines_have_only_shown_stays_saved(controller, store):
     controller.keep_waiting(("next",))
     controller.require_conversation().waiting = ("next",)
     original = _id(controller)
@@ -115,9 +109,7 @@ async def _type_behind_new(controller: ChatController, *typed: str) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_is_typed_behind_a_waiting_new_is_saved_in_the_new_one_only(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_what_is_typed_behind_a_waiting_new_is_saved_in_the_new_one_only(controller, store):
     """It was saved in both, and `kvchat -c` offered it in the old one too."""
     old = _id(controller)
     asyncio.run(_type_behind_new(controller, "one", "two"))
@@ -129,9 +121,7 @@ def test_what_is_typed_behind_a_waiting_new_is_saved_in_the_new_one_only(
     assert _waiting(store, new.session_id) == ("one", "two")
 
 
-def test_on_a_full_disk_it_stays_where_it_could_be_saved(
-    controller: ChatController, store: SessionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_it_stays_where_it_could_be_saved(controller, store, monkeypatch):
     """The old file had room for the line that took it off, and the new one none to have it."""
     old, write = _id(controller), os.write
 
@@ -147,9 +137,7 @@ def test_on_a_full_disk_it_stays_where_it_could_be_saved(
     assert _waiting(store, old) == ("one",)
 
 
-def test_a_conversation_begun_for_it_alone_does_not_stay(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_a_conversation_begun_for_it_alone_does_not_stay(controller, store):
     controller.begin_new()
     asyncio.run(_type_behind_new(controller, "one"))
 
@@ -159,9 +147,7 @@ def test_a_conversation_begun_for_it_alone_does_not_stay(
     assert len(waiting) == 2, "the one with hello, and the new one"
 
 
-def test_a_word_that_asks_for_help_is_answered_with_the_command(
-    controller: ChatController,
-) -> None:
+def test_a_word_that_asks_for_help_is_answered_with_the_command(controller):
     """The model got it, and answered something."""
     shown = io.StringIO()
     view = LineView(sys.stdin, shown, Painter(Look(is_plain=True)), 80, "vi")
@@ -196,9 +182,7 @@ def test_one_that_is_dropped_says_when_the_next_one_comes(controller: ChatContro
     assert shown.getvalue().count("Dropped. 1 more message after your next line.") == 1
 
 
-def test_what_is_typed_behind_a_resume_goes_with_what_waits_there(
-    controller: ChatController, store: SessionStore
-) -> None:
+def test_what_is_typed_behind_a_resume_goes_with_what_waits_there(controller, store):
     """It took the place of what waited there, of which a kill then left nothing."""
     controller.keep_waiting(("earlier",))
     there = _id(controller)

@@ -5,7 +5,6 @@ context.
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -201,9 +200,7 @@ def test_a_resumed_chat_and_its_tree(start_chat: StartChat, size: tuple[int, int
 
 
 @pytest.mark.parametrize("size", [(100, 30), (40, 12)])
-def test_the_list_of_conversations(
-    start_chat: StartChat, tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_the_list_of_conversations(start_chat, tmp_path, size):
     store = SessionStore(tmp_path / "sessions")
     said = [
         ("hello", "Hello to you.", "what is a radix tree", "A tree of prefixes."),

@@ -20,12 +20,7 @@ PARTLY = Cost(4110, CachedTokens(device=16, disk=2000), 7.26)
             "ready: 752 of 766 on disk",
             "ready in 0.1 s",
         ),
-        (
-            COLD,
-            "cold: 4,110 tokens to read, about 14 s",
-            "cold, about 14 s",
-            "cold, about 14 s",
-        ),
+        (COLD, "cold: 4,110 tokens to read, about 14 s", "cold, about 14 s", "cold, about 14 s"),
         (
             PARTLY,
             "partly ready: 2,016 of 4,110 tokens on device and disk, 2,094 to read, about 7.3 s",
@@ -46,9 +41,7 @@ PARTLY = Cost(4110, CachedTokens(device=16, disk=2000), 7.26)
         ),
     ],
 )
-def test_every_screen_tells_the_same_in_its_own_length(
-    cost: Cost, sentence: str, toolbar: str, listed: str
-) -> None:
+def test_every_screen_tells_the_same_in_its_own_length(cost, sentence, toolbar, listed):
     assert warmth.sentence(cost) == sentence
     assert warmth.for_toolbar(cost) == toolbar
     assert warmth.for_list(cost) == listed
@@ -116,7 +109,5 @@ def test_what_takes_longer_to_read_than_to_compute_is_priced_as_computed() -> No
         (Cost(5000, seconds=50.0), False, True),
     ],
 )
-def test_low_costs_are_not_worth_a_word_and_high_ones_are_asked(
-    cost: Cost, is_low: bool, is_high: bool
-) -> None:
+def test_low_costs_are_not_worth_a_word_and_high_ones_are_asked(cost, is_low, is_high):
     assert (cost.is_low, cost.is_high) == (is_low, is_high)

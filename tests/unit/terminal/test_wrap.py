@@ -44,9 +44,7 @@ def _rows(line: str, width: int) -> list[str]:
         ("first token\u00a084\u00a0ms", 11, ["first", "token\u00a084\u00a0ms"]),
     ],
 )
-def test_lines_break_at_spaces_and_between_ideographs(
-    line: str, width: int, rows: list[str]
-) -> None:
+def test_lines_break_at_spaces_and_between_ideographs(line, width, rows):
     assert _rows(line, width) == rows
 
 
@@ -162,9 +160,7 @@ def narrow_terminal() -> Iterator[TextIO]:
     os.close(master)
 
 
-def test_an_error_on_a_narrow_terminal_breaks_between_words_and_not_in_a_command(
-    narrow_terminal: TextIO,
-) -> None:
+def test_an_error_on_a_narrow_terminal_breaks_between_words_and_not_in_a_command(narrow_terminal):
     """The terminal broke it within words, and commands, which are copied, too."""
     rows = told_rows(
         "kvchat: “Holiday plans” is open in another kvchat. Close it there, or go on in a copy: "

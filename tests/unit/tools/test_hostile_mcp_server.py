@@ -88,9 +88,7 @@ def test_a_definition_that_would_fill_the_context_is_not_offered(toolbox: Toolbo
     assert len(toolbox.definitions.text) < 64_000
 
 
-def test_what_is_said_of_them_and_what_they_answer_cannot_act_on_a_terminal(
-    toolbox: Toolbox,
-) -> None:
+def test_what_is_said_of_them_and_what_they_answer_cannot_act_on_a_terminal(toolbox):
     result = toolbox.run(ToolCall("bad__same", {}), threading.Event())
 
     assert not {"\x1b", "\x07"} & set("".join(toolbox.problems) + result.text)

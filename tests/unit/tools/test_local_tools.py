@@ -103,9 +103,7 @@ BAD: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("name", "arguments", "told"), BAD)
-def test_a_bad_call_is_a_result_that_says_so(
-    place: Path, name: str, arguments: dict[str, Any], told: str
-) -> None:
+def test_a_bad_call_is_a_result_that_says_so(place, name, arguments, told):
     text = run(place, name, **arguments)
 
     assert text.startswith("Error: ")
@@ -239,9 +237,7 @@ def test_a_loop_of_links_is_a_result_that_says_so(place: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["read_file", "list_files", "search_files"])
-def test_a_name_that_becomes_a_link_after_a_look_leads_nowhere(
-    place: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_becomes_a_link_after_a_look_leads_nowhere(place, monkeypatch, name):
     """A race read outside: names were opened after they had been looked at."""
     (place / "dir" / "in").mkdir(parents=True)
     (place / "dir" / "in" / "secret.txt").write_text("inside")
@@ -297,9 +293,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, RecursionError, MemoryError, AssertionError])
-def test_no_failure_of_a_tool_ends_a_turn(
-    kind: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_failure_of_a_tool_ends_a_turn(kind, caplog):
     caplog.set_level(logging.INFO, logger="kvchat")  # another test may have set its level
     toolbox = Toolbox([Failing(kind("words of the user"))])
 

@@ -76,11 +76,7 @@ def connected(tmp_path: Path, servers: dict[str, Any]) -> tuple[McpServers, Tool
 
 @pytest.fixture
 def over_stdio(program: Path, tmp_path: Path) -> Iterator[tuple[McpServers, Toolbox]]:
-    server = {
-        "command": sys.executable,
-        "args": [str(program)],
-        "env": {"GIVEN": "yes"},
-    }
+    server = {"command": sys.executable, "args": [str(program)], "env": {"GIVEN": "yes"}}
     made, toolbox = connected(tmp_path, {"calc": server, "gone": {"command": "/no/such/program"}})
     yield made, toolbox
     made.close()
@@ -90,9 +86,7 @@ def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> str:
     return toolbox.run(ToolCall(name, arguments), threading.Event()).text
 
 
-def test_a_server_is_used_and_another_that_is_not_there_is_told(
-    over_stdio: tuple[McpServers, Toolbox],
-) -> None:
+def test_a_server_is_used_and_another_that_is_not_there_is_told(over_stdio):
     _, toolbox = over_stdio
 
     assert [tool.name for tool in toolbox.tools] == ["calc__add", "calc__environment", "calc__wait"]
@@ -106,9 +100,7 @@ def test_a_server_is_used_and_another_that_is_not_there_is_told(
     assert call(toolbox, "calc__add", a="x").startswith("Error: ")
 
 
-def test_a_call_that_waits_ends_when_the_user_stops_it(
-    over_stdio: tuple[McpServers, Toolbox],
-) -> None:
+def test_a_call_that_waits_ends_when_the_user_stops_it(over_stdio):
     _, toolbox = over_stdio
     stop = threading.Event()
     stop.set()
@@ -237,9 +229,7 @@ def _wait_for_port(port: int) -> None:
     raise AssertionError("the server did not start")
 
 
-def test_variables_of_the_environment_are_filled_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_environment_are_filled_in(tmp_path, monkeypatch):
     monkeypatch.setenv("A_KEY", "secret")
     path = tmp_path / "mcp.json"
     server = {"url": "https://x.org", "headers": {"Authorization": "Bearer ${A_KEY}"}}
@@ -364,9 +354,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.mark.parametrize("is_error", [False, True])
 @pytest.mark.parametrize("name", RESULTS)
-def test_all_that_a_result_says_is_read(
-    loop: asyncio.AbstractEventLoop, name: str, is_error: bool
-) -> None:
+def test_all_that_a_result_says_is_read(loop, name, is_error):
     """Structured results without a text were read as nothing."""
     parts, structured, expected = RESULTS[name]
     result = SimpleNamespace(content=parts, structured_content=structured, is_error=is_error)
@@ -388,9 +376,7 @@ sys.exit(1)
 """
 
 
-def test_the_last_words_of_a_server_that_fails_are_told_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_words_of_a_server_that_fails_are_told_and_logged(tmp_path, caplog):
     """It said "Connection closed"."""
     failing = {"command": sys.executable, "args": ["-c", _FAILING]}
     made, toolbox = connected(tmp_path, {"s": failing})
@@ -419,9 +405,7 @@ for line in sys.stdin:
 """
 
 
-def test_other_lines_on_stdout_print_nothing_and_an_end_has_its_words(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_lines_on_stdout_print_nothing_and_an_end_has_its_words(tmp_path, capfd, monkeypatch):
     """The library prints a traceback for each such line."""
     log = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(log)])
