@@ -9,7 +9,6 @@ import torch
 from kvchat.cache.kv_pool import KvGeometry, LayerGeometry
 from kvchat.cache.windowed_pool import Windows
 from kvchat.core.config import ModelConfig
-from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.engine import Engine
@@ -19,6 +18,7 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Speculation
 from kvchat.model.loader import load_model
 from support.fixed_drafts import FixedDraftPolicy
+from support.said import said_by
 from support.specimens import (
     MAX_CONTEXT,
     Specimen,
@@ -44,15 +44,8 @@ def logits_of_a_chat(engine: Engine) -> list[torch.Tensor]:
     """Return the logits of every step of a prompt, a forked answer, and the next turn."""
     rows = watched_logits(engine)
     prompt = tuple(random_ids(60, 1))
-    answer: list[int] = []
-    engine.submit(RequestSpec(prompt, GREEDY, max_tokens=12, num_samples=2))
-    for spec in (None, (5, 6, 7)):
-        if spec is not None:
-            engine.submit(RequestSpec((*prompt, *answer, *spec), GREEDY, max_tokens=12))
-        while engine.has_work:
-            for event in engine.step():
-                if isinstance(event, TokensGenerated) and not event.sample:
-                    answer.extend(event.token_ids)
+    [answer, _] = said_by(engine, RequestSpec(prompt, GREEDY, max_tokens=12, num_samples=2))
+    said_by(engine, RequestSpec((*prompt, *answer, 5, 6, 7), GREEDY, max_tokens=12))
     return rows
 
 

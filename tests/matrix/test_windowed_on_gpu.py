@@ -16,7 +16,6 @@ import torch
 
 import kvchat_kernels.paged_attention as paged_attention_package
 from kvchat.cache.windowed_pool import WindowedKvPool
-from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import DraftOrder
@@ -34,6 +33,7 @@ from support.interpreter import Interpreter
 from support.late_runner import LateRunner
 from support.matrix import spread
 from support.memory_tier import MemoryTier
+from support.said import Said, run, said_by
 from support.specimens import cache_and_runner, engine_on, random_ids
 from support.watched_logits import watched_logits
 
@@ -60,30 +60,6 @@ def engine(loaded: LoadedModel, num_window_blocks: int = 0, **settings: Any) -> 
     return engine_on(loaded, **both, num_window_blocks=num_window_blocks, capturing=Recorder())
 
 
-def answers(made: Engine, *specs: RequestSpec) -> list[list[int]]:
-    """Return what each sample of requests that run together says."""
-    return [ids for _, ids in sorted(all_said(made, specs).items())]
-
-
-def all_said(
-    made: Engine, specs: Sequence[RequestSpec], between: Callable[[], None] = lambda: None
-) -> dict[tuple[int, int], list[int]]:
-    """Return the same by request and sample; `between` runs after every step."""
-    said: dict[tuple[int, int], list[int]] = {}
-    for spec in specs:
-        made.submit(spec)
-    while made.has_work:
-        for event in made.step():
-            assert not isinstance(event, RequestFailed), event
-            if isinstance(event, TokensGenerated):
-                said.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
-        tables = [request.table for request in made.running() if request.table]
-        made.chain.check()
-        made.cache.check([*tables, *made.chain.tables()])
-        between()
-    return said
-
-
 def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list[int]]:
     """Return all answers of a chat: a turn beside two others, one of which forks, then turns and
     undone turns; each by the engine that `between` returns.
@@ -93,12 +69,12 @@ def chat(made: Engine, between: Callable[[], Engine] | None = None) -> list[list
         RequestSpec(tuple(random_ids(33, 2)), SAMPLED, max_tokens=30, num_samples=2),
         RequestSpec((*prompt[:20], 3, 4), GREEDY, max_tokens=25),
     ]
-    said = answers(made, RequestSpec(prompt, GREEDY, max_tokens=24), *beside)
+    said = said_by(made, RequestSpec(prompt, GREEDY, max_tokens=24), *beside)
     context = (*prompt, *said[0])
     for turn in range(3):
         made = between() if between is not None else made
-        [answer] = answers(made, RequestSpec((*context, turn, 5, 6), SAMPLED, max_tokens=9))
-        said += [answer, *answers(made, RequestSpec((*context[:-7], 9), GREEDY, max_tokens=9))]
+        [answer] = said_by(made, RequestSpec((*context, turn, 5, 6), SAMPLED, max_tokens=9))
+        said += [answer, *said_by(made, RequestSpec((*context[:-7], 9), GREEDY, max_tokens=9))]
         context = (*context, turn, 5, 6, *answer)[:110]
     return said
 
@@ -130,8 +106,8 @@ def logits_of(made: Engine) -> list[torch.Tensor]:
     rows = watched_logits(made)
     prompt = tuple(random_ids(60, 1))
     forked = RequestSpec(prompt, GREEDY, max_tokens=20, num_samples=2, num_top_logprobs=1)
-    [answer, _] = answers(made, forked)
-    answers(made, replace(forked, prompt_ids=(*prompt, *answer, 5, 6, 7), num_samples=1))
+    [answer, _] = said_by(made, forked)
+    said_by(made, replace(forked, prompt_ids=(*prompt, *answer, 5, 6, 7), num_samples=1))
     return rows
 
 
@@ -235,20 +211,20 @@ def test_requests_that_come_and_go_change_no_answer(num_host_blocks, seed, loade
     """Random arrivals and cancellations, in so few blocks that requests are preempted."""
     chance = random.Random(seed)
     coming = random_specs(chance, seed)
-    expected = [(answers(engine(loaded), spec) or [[]])[0] for spec in coming]
+    expected = [(said_by(engine(loaded), spec) or [[]])[0] for spec in coming]
     made = engine(loaded, 17, num_blocks=40, num_host_blocks=num_host_blocks)
     cancelled: set[int] = set()
 
-    def between() -> None:
+    def between(_: Said) -> None:
         if coming and chance.random() < 0.15:
             made.submit(coming.pop(0))
         if chance.random() < 0.01 and (running := made.running()):
             made.cancel(running[0].request_id)
             cancelled.add(running[0].request_id)
 
-    said: dict[tuple[int, int], list[int]] = {}
+    said: Said = {}
     while coming:
-        said |= all_said(made, [coming.pop(0)], between)
+        said |= run(made, [coming.pop(0)], between)[0]
     for (request_id, _), tokens in said.items():
         whole = expected[request_id - 1]
         is_whole = request_id not in cancelled

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from kvchat.core.events import TokensGenerated
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
+from support.said import said_by
 
 
 def build(
@@ -38,15 +38,8 @@ def answer(
     engine: Engine, prompt: Sequence[int], num_tokens: int, heat: float = 0.0, num_samples: int = 1
 ) -> list[list[int]]:
     sampling = SamplingParams(temperature=heat, seed=7)
-    engine.submit(
-        RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, num_samples=num_samples)
-    )
-    ids: dict[int, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.sample, []).extend(event.token_ids)
-    return [ids[sample] for sample in sorted(ids)]
+    spec = RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, num_samples=num_samples)
+    return said_by(engine, spec)
 
 
 def answers_at_once(
@@ -54,13 +47,4 @@ def answers_at_once(
 ) -> list[list[int]]:
     """Return the greedy answer to each prompt; all are requests at the same time."""
     greedy = SamplingParams(temperature=0.0)
-    requests = [
-        engine.submit(RequestSpec(tuple(prompt), greedy, max_tokens=num_tokens))
-        for prompt in prompts
-    ]
-    ids: dict[int, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.request_id, []).extend(event.token_ids)
-    return [ids[request] for request in requests]
+    return said_by(engine, *(RequestSpec(tuple(p), greedy, max_tokens=num_tokens) for p in prompts))

@@ -20,7 +20,6 @@ from kvchat.cache.tier import Tier
 from kvchat.cache.windowed_manager import WindowedCacheManager
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import kv_geometry, kv_windows
@@ -38,6 +37,7 @@ from support.architectures import SUPPORTED
 from support.chains import new_chain
 from support.checkpoints import save_checkpoint, tiny_model
 from support.late_runner import LateRunner
+from support.said import said_by
 
 MAX_CONTEXT = 128
 NUM_GENERATED = 20
@@ -169,18 +169,6 @@ def engine_on(
 
 def complete(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Return greedy completions, run together; checks the cache after every step."""
-    spec = [
-        RequestSpec(tuple(p), SamplingParams(temperature=0.0), max_tokens=NUM_GENERATED)
-        for p in prompts
-    ]
-    generated: dict[int, list[int]] = {engine.submit(one): [] for one in spec}
-    while engine.has_work:
-        for event in engine.step():
-            assert not isinstance(event, RequestFailed), event
-            if isinstance(event, TokensGenerated):
-                generated[event.request_id].extend(event.token_ids)
-        tables = [request.table for request in engine.running() if request.table]
-        engine.chain.check()
-        tables += engine.chain.tables()
-        engine.cache.check(tables)
-    return list(generated.values())
+    greedy = SamplingParams(temperature=0.0)
+    specs = [RequestSpec(tuple(p), greedy, max_tokens=NUM_GENERATED) for p in prompts]
+    return said_by(engine, *specs)

@@ -32,6 +32,7 @@ from kvchat.model.loader import LoadedModel
 from support.checkpoints import save_checkpoint
 from support.every_type import every_config, every_model
 from support.greedy_answer import greedy_answer
+from support.said import said_by
 
 EXACT, REFUSED, WRONG, NOT_BUILT = "exact", "refused", "wrong", "not built"
 _MAX_CONTEXT = 160
@@ -154,15 +155,8 @@ class _Trial:
     def _batch(self, engine: Engine) -> None:
         prompts = [_ids(length, seed=30 + length) for length in (5, 19, 33)]
         sampling = SamplingParams(temperature=0.0)
-        answers = {
-            engine.submit(RequestSpec(tuple(p), sampling, max_tokens=6)): (p, list[int]())
-            for p in prompts
-        }
-        while engine.has_work:
-            for event in engine.step():
-                if hasattr(event, "token_ids"):
-                    answers[event.request_id][1].extend(event.token_ids)
-        for prompt, answer in answers.values():
+        specs = [RequestSpec(tuple(p), sampling, max_tokens=6) for p in prompts]
+        for prompt, answer in zip(prompts, said_by(engine, *specs), strict=True):
             self._check(prompt, answer, "batch")
 
     def restart(self) -> None:

@@ -27,16 +27,9 @@ from kvchat.model.paged_model import PagedModel
 from kvchat.terminal.status import graph_lines
 from support.fixed_drafts import FixedDraftPolicy
 from support.graph_recorder import Broken, Recorder
-from support.paged_engines import (
-    BLOCK_SIZE,
-    GREEDY,
-    SAMPLED,
-    conversations,
-    engine_over,
-    paged,
-    said_by,
-)
+from support.paged_engines import BLOCK_SIZE, GREEDY, SAMPLED, conversations, engine_over, paged
 from support.paged_scene import MAX_CONTEXT, load_tiny
+from support.said import said_by
 from support.specimens import random_ids
 
 

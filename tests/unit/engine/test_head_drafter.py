@@ -27,6 +27,7 @@ from kvchat.model.packed.quantise import pack_of
 from support.fixed_drafts import FixedDraftPolicy
 from support.matrix import spread
 from support.next_heads import NextHead, write_gguf_with_head, write_with_head
+from support.said import said_by
 from support.stateful_models import words
 
 NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
@@ -86,14 +87,10 @@ class Spy:
 
 def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: int) -> list[int]:
     sampling = SamplingParams(temperature=0.0)
-    engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, **settings))
-    ids: dict[int, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                ids.setdefault(event.sample, []).extend(event.token_ids)
-    assert len({tuple(each) for each in ids.values()}) == 1
-    return ids[0]
+    spec = RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, **settings)
+    first, *others = said_by(engine, spec)
+    assert all(other == first for other in others)
+    return first
 
 
 @pytest.fixture(scope="module", params=spread(CHECKPOINTS, [NAMES[0], NAMES[3], "qwen3next.gguf"]))

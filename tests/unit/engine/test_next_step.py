@@ -20,18 +20,9 @@ from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel
 from support.graph_recorder import Recorder
 from support.late_runner import LateRunner
-from support.paged_engines import (
-    BLOCK_SIZE,
-    GREEDY,
-    SAMPLED,
-    Said,
-    conversations,
-    engine_over,
-    paged,
-    run,
-    said_by,
-)
+from support.paged_engines import BLOCK_SIZE, GREEDY, SAMPLED, conversations, engine_over, paged
 from support.paged_scene import MAX_CONTEXT, load_tiny
+from support.said import Said, run, said_by
 from support.specimens import random_ids
 
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3)

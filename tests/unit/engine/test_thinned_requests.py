@@ -22,6 +22,7 @@ from kvchat.engine.speculation import Speculation
 from kvchat.model.spec import Gathered
 from support.fixed_drafts import FixedDraftPolicy
 from support.private_tables import greedy_over, thinned_cache
+from support.said import Said, run, said_by
 from support.specimens import Specimen, engine_on, random_ids
 from support.trial_drafters import GarbageDrafter
 
@@ -218,18 +219,9 @@ def test_samples_and_requests_share_a_thinned_beginning(specimen: Any) -> None:
     made, thinned = specimen("llama"), beginning()
     engine = engine_on(made.loaded)
     one, other = random_ids(7, 3), random_ids(9, 4)
-    specs = [after(thinned, one), after(thinned, other, num_samples=2)]
-    ids = [engine.submit(spec) for spec in specs]
-    answers: dict[tuple[int, int], list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                key = event.request_id, event.sample
-                answers.setdefault(key, []).extend(event.token_ids)
-        engine.cache.check([r.table for r in engine.running() if r.table])
-    assert answers[ids[0], 0] == answer_after(made, thinned, one)
+    answers = said_by(engine, after(thinned, one), after(thinned, other, num_samples=2))
     expected = answer_after(made, thinned, other)
-    assert answers[ids[1], 0] == answers[ids[1], 1] == expected
+    assert answers == [answer_after(made, thinned, one), expected, expected]
 
 
 def test_a_request_sent_back_begins_with_the_thinned_beginning_again(specimen: Any) -> None:
@@ -401,18 +393,12 @@ def test_random_requests_on_a_small_cache_answer_as_alone(specimen: Any, seed: i
     alone = Answered(engine_on(made.loaded), within(Size(share=0.8))).first
     engine = engine_on(made.loaded, num_blocks=40)
     choices.append((within(Size(share=0.8)), alone))
-    expected: dict[int, list[int]] = {}
-    tokens: dict[int, list[int]] = {}
-    for _ in range(12):
-        spec, answer = draw.choice(choices)
-        request_id = engine.submit(spec)
-        expected[request_id], tokens[request_id] = answer, []
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensGenerated):
-                tokens[event.request_id].extend(event.token_ids)
-        engine.cache.check([r.table for r in engine.running() if r.table])
+    asked = [draw.choice(choices) for _ in range(12)]
+
+    def between(_: Said) -> None:
         if draw.random() < 0.1:
             engine.forget([(READ, draw.choice((0, 32)))], lambda: None)
-    assert tokens == expected
+
+    said, _ = run(engine, [spec for spec, _ in asked], between)
+    assert [tokens for _, tokens in sorted(said.items())] == [answer for _, answer in asked]
     engine.cache.check([])
