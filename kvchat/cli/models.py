@@ -177,7 +177,7 @@ def _head_facts(source: ModelSource, config: Any, spec: Any, where: Any) -> dict
 
 
 def _windows(spec: Any, spans: list[str]) -> str:
-    if spec.gathered is not None:
+    if spec.gathered is not None and spans == ["full"]:
         return "as in the model's own code"
     return ", ".join(spans) or "none"
 

@@ -171,12 +171,8 @@ def host_budget(config: CacheConfig, device: torch.device) -> int:
 
 
 def kv_windows(spec: ModelSpec, config: CacheConfig) -> Windows | None:
-    """Return the layers whose KV is in window blocks; None if there are none.
-
-    The gathered path reads one table for all layers: there layers with a window keep what the
-    others do.
-    """
-    if config.whole_windows or spec.gathered is not None:
+    """Return the layers whose KV is in window blocks; None if there are none."""
+    if config.whole_windows:
         return None
     seen: dict[int, list[int | None]] = {}
     for layer in spec.layers:

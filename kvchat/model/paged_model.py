@@ -40,8 +40,7 @@ class PagedModel:
     over any KvLayer, the compiled step over plain KV and CodedKv. The binding is stored on the
     modules, so only the newest PagedModel of a LoadedModel may run.
 
-    `windowed` are the storing layers whose pools have window blocks: batches then say which. The
-    gathered path has none.
+    `windowed` are the storing layers whose pools have window blocks: batches then say which.
 
     `keeps_rows` tells whether the module computes logits of the wanted rows only.
 
@@ -55,13 +54,12 @@ class PagedModel:
         self, loaded: LoadedModel, pools: KvLayers, windowed: frozenset[int] = frozenset()
     ) -> None:
         assert len(pools) == len(loaded.spec.storing_layers)
-        assert not windowed or loaded.spec.gathered is None
         self.loaded = loaded
         self._module = loaded.module
         layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
         self._gathered = None
         if loaded.spec.gathered is not None:
-            self._gathered = GatheredSteps(self._module, loaded.spec, layers)
+            self._gathered = GatheredSteps(self._module, loaded.spec, layers, windowed)
         else:
             self._bind(layers, windowed)
         self._storage = layers, windowed

@@ -95,7 +95,8 @@ class ModelSpec:
     empty for a model without such layers. `read_elsewhere` names those of its linear layers whose
     weights other code than their own reads; they must stay as they are.
     `gathered` is None for a model that runs on paged attention. Otherwise `layers` are what the
-    model keeps in transformers' cache, and have no module of their own.
+    model keeps in transformers' cache: they have no module of their own, and a span where that
+    cache keeps no more.
     """
 
     architecture: str

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from kvchat.model.decoder.families import COMPILED_TYPES
+from kvchat.model.hf.gathered import WITH_WINDOWS
 from support.every_type import causal_types, image_text_types
 from support.type_matrix import EXACT, NOT_BUILT, REFUSED, Verdict, verdict_of
 
@@ -36,11 +37,14 @@ differs by less than 0.0002 of the largest.
 Two paths lead there. On the *paged* path, attention reads the cache's pages where they lie, and
 sequences share a step. On the *gathered* path, the model's own attention runs on keys and values
 copied out of the pages, one sequence at a time; it is slower, and serves what cannot run on the
-paged one. `kvchat models info` says which path a model takes, and why. Types with recurrent layers
-keep snapshots of their state beside the pages. They run one sequence after another, but for
-compiled steps on a CPU, which take several at once. There a state reads a draft once it is known to
-be right. Elsewhere a step with a wrong draft is taken back, and the next one reads again what was
-right.
+paged one. `kvchat models info` says which path a model takes, and why. Layers with a window hold
+only a window on the device: on the paged path, and on the gathered one of
+{windowed}.
+
+Types with recurrent layers keep snapshots of their state beside the pages. They run one sequence
+after another, but for compiled steps on a CPU, which take several at once. There a state reads a
+draft once it is known to be right. Elsewhere a step with a wrong draft is taken back, and the next
+one reads again what was right.
 
 A model that also reads images or sound runs as a text model.
 """
@@ -80,7 +84,8 @@ def save_table(verdicts: dict[str, Verdict]) -> None:
 
 def page(verdicts: dict[str, Verdict], version: str, causal: list[str]) -> str:
     """Return the text of docs/models.md."""
-    parts = [_HEAD.format(version=version)]
+    windowed = ", ".join(f"`{name}`" for name in sorted(WITH_WINDOWS))
+    parts = [_HEAD.format(version=version, windowed=windowed)]
     groups = {
         "Causal language models": [name for name in verdicts if name in causal],
         "The text of image-text models": [name for name in verdicts if name not in causal],

@@ -68,11 +68,12 @@ class Specimen:
         return [self.generate(prompt) for prompt in self.prompts]
 
     def generate(self, prompt: list[int]) -> list[int]:
-        """Return transformers' own greedy completion."""
+        """Return transformers' own greedy completion, on the gathered path without any cache."""
         ids = self.reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=NUM_GENERATED,
+            use_cache=self.loaded.spec.gathered is None,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -89,7 +90,11 @@ class Specimen:
 
 def make_specimen(name: str, directory: Path) -> Specimen:
     model_type, settings = SUPPORTED[name]
-    reference = tiny_model(model_type, **settings)
+    return specimen_of(name, tiny_model(model_type, **settings), directory)
+
+
+def specimen_of(name: str, reference: PreTrainedModel, directory: Path) -> Specimen:
+    """Return a model of a name as a checkpoint, loaded."""
     source = find_model(str(save_checkpoint(directory, reference)))
     loaded = load_model(source, ModelConfig(dtype="float32"), MAX_CONTEXT, lambda _: None)
     return Specimen(name, reference, loaded)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvchat.core.errors import ModelUnsupported, in_one_line
 from kvchat.model.hf.config_limits import ParameterLimit, TooLarge
-from kvchat.model.hf.gathered import cache_over
+from kvchat.model.hf.gathered import cache_over, spans_of
 from kvchat.model.hf.model_class import MetaModel, operators_on_meta
 from kvchat.model.hf.module_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.hf.weight_reads import watching_reads
@@ -449,11 +449,12 @@ def _model_spec(
 class _CacheRecorder:
     """A CacheSequence without tokens that records what a model keeps in transformers' cache."""
 
+    spans: dict[int, AttentionSpan]
     start: int = 0
     layers: dict[CacheCall, LayerSpec] = field(default_factory=dict)
 
     def extend(
-        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
+        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if call in self.layers:
             raise Refusal("keeps keys and values more than once per layer")
@@ -468,7 +469,7 @@ class _CacheRecorder:
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            span=FULL,
+            span=FULL if call.is_index else self.spans.get(call.layer, FULL),
             has_softcap=False,
             has_sinks=False,
             pool_index=len(self.layers),
@@ -488,11 +489,11 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
         raise refusal
     if "past_key_values" not in parameters:
         raise Refusal(f"{refusal}, and takes no cache of keys and values")
-    recorder = _CacheRecorder()
+    recorder = _CacheRecorder(spans_of(config))
     num_layers = _num_cache_layers(config)
     try:
         with watching_reads(model) as reads:
-            _run(model, past_key_values=cache_over(recorder, num_layers), use_cache=True)
+            _run(model, past_key_values=cache_over(recorder, num_layers, {}), use_cache=True)
     except Refusal as second:
         raise Refusal(f"{refusal}, and {second}") from second
     except ProbeInconclusive as error:

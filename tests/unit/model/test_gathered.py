@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvchat.cache.kv_pool import CodedFormat
 from kvchat.cli.models import info
-from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry, kv_identity, small_kv
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.hf.gathered import cache_over
+from kvchat.model.hf.gathered import cache_over, spans_of
 from kvchat.model.hf.model_class import loads_towers, without_towers
 from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
 from kvchat.model.packed.quantise import is_packed
@@ -37,15 +38,16 @@ from support.greedy_answer import greedy_answer
 class KeptTokens:
     """A sequence of the cache that keeps what it is given, in memory."""
 
-    start = 3
-
-    def __init__(self) -> None:
+    def __init__(self, start: int = 3) -> None:
+        self.start = start
         self.calls: list[tuple[CacheCall, torch.Tensor, torch.Tensor]] = []
+        self.firsts: list[int] = []
 
     def extend(
-        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
+        self, call: CacheCall, key: torch.Tensor, value: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append((call, key, value))
+        self.firsts.append(first)
         return key, value
 
 
@@ -60,7 +62,7 @@ def load(directory: Path, weights: str = "auto") -> LoadedModel:
 
 
 def test_a_cache_counts_a_sequence_s_tokens_and_then_the_new_ones_too() -> None:
-    cache = cache_over(KeptTokens(), num_layers=2)
+    cache = cache_over(KeptTokens(), num_layers=2, num_visible={})
     new = torch.zeros(1, 2, 4, 8)
     assert cache.get_seq_length() == 3
     assert cache.get_mask_sizes(4, 1) == (7, 0)
@@ -68,6 +70,35 @@ def test_a_cache_counts_a_sequence_s_tokens_and_then_the_new_ones_too() -> None:
     cache.update(new, new, 0)
 
     assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (7, 3)
+
+
+@pytest.mark.parametrize("start", [0, 3, 7, 8, 9, 30])
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_a_layer_with_a_window_has_what_transformers_own_cache_has(start: int, count: int) -> None:
+    own, sequence = DynamicSlidingWindowLayer(sliding_window=8), KeptTokens(start)
+    before, new = torch.zeros(1, 2, start, 8), torch.zeros(1, 2, count, 8)
+    if start:
+        own.update(before, before)
+    cache = cache_over(sequence, num_layers=2, num_visible={1: 8})
+    assert cache.is_sliding == [False, True]
+    num_keys, first = own.get_mask_sizes(count)
+    assert cache.get_mask_sizes(count, 1) == (num_keys, first)
+    assert cache.get_mask_sizes(count, 0) == (start + count, 0)
+
+    cache.update(new, new, 0)
+    cache.update(new, new, 1)
+
+    assert sequence.firsts == [0, first]
+    assert own.update(new, new)[0].shape[-2] == num_keys == start + count - first
+    assert cache.get_seq_length(1) == start + count
+
+
+def test_a_window_that_no_mask_has_is_not_read() -> None:
+    """The configuration of Qwen3-Omni has one, and its code makes masks of all tokens."""
+    config = every_config("qwen3_omni_moe_thinker")
+
+    assert config.get_text_config().sliding_window == 8
+    assert spans_of(config) == {}
 
 
 def test_a_table_with_positions_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -89,7 +120,7 @@ def test_a_table_with_positions_of_its_own_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_is_stored_in_halves_and_comes_back_whole() -> None:
     kept = KeptTokens()
-    cache = cache_over(kept, num_layers=1)
+    cache = cache_over(kept, num_layers=1, num_visible={})
     if not hasattr(cache, "update_indexer"):
         pytest.skip("this version of transformers has no index in its cache")
     index = torch.arange(24.0).view(1, 4, 6)
@@ -151,6 +182,48 @@ def test_a_chat_over_few_bits_goes_on_after_a_restart(tmp_path, monkeypatch):
     assert found[1]["disk as float32"] == found[2]["disk"] == 48
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("model_type", ["gemma4_unified", "llama4_text"])
+def test_a_chat_of_several_windows_goes_on_after_a_restart(
+    model_type: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where layers with a window keep everything, beside chats that need the room."""
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")
+    model = save_checkpoint(tmp_path / "m", every_model(every_config(model_type)))
+    first, beside = list(range(5, 85)), [list(range(start, start + 90)) for start in (90, 30)]
+
+    def chat(whole_windows: bool) -> tuple[list[list[int]], int]:
+        cache = CacheConfig(
+            block_size=8,
+            device_bytes=Size(num_bytes=100_000),
+            directory=tmp_path / f"kv-{whole_windows}",
+            kv_dtype=kv_dtype,
+            whole_windows=whole_windows,
+        )
+        answers, context = [], first
+        for _ in range(2):
+            engine = assemble(model, cache=cache, engine=EngineConfig(max_step_tokens=7)).engine
+            be_patient(engine.chain)
+            status = engine.status()
+            has_windows = 0 < status.num_window_blocks < status.num_blocks
+            assert has_windows is not whole_windows
+            answer, cached = greedy_answer(engine, context, 12)
+            for other in beside:
+                answers.append(greedy_answer(engine, other, 4)[0])
+            answers.append(answer)
+            context = [*context, *answer, 7]
+            again, _ = greedy_answer(engine, context, 4)
+            answers.append(again)
+            engine.close()
+        return answers, cached.places["disk"]
+
+    windowed, num_from_disk = chat(whole_windows=False)
+    whole, num_of_whole = chat(whole_windows=True)
+
+    assert windowed == whole
+    assert num_from_disk >= num_of_whole - 8 >= 72
+
+
 def test_kv_of_the_gathered_path_has_an_identity_of_its_own(tmp_path: Path) -> None:
     loaded = load(checkpoint("roberta", tmp_path))
     geometry = kv_geometry(loaded.spec, CacheConfig(), loaded.dtype)
@@ -199,6 +272,15 @@ def test_info_names_the_path_and_its_reason(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "path                   gathered, one sequence at a time\n" in out
     assert "it computes with the attention mask itself\n" in out
+    assert "windows                as in the model's own code\n" in out
+
+
+def test_info_names_windows_that_are_kept_as_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info(str(checkpoint("llama4, temperature tuning", tmp_path)), "cpu", as_json=False)
+
+    assert "windows                16, full\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen2_5_vl", "smolvlm"])
