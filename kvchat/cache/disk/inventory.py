@@ -20,9 +20,9 @@ from pathlib import Path
 
 from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, last_used, list_model_dirs
-from kvchat.cache.disk.pack_rows import PackRow, PackRows, Pin
+from kvchat.cache.disk.pack_rows import PackRow, Pin
 from kvchat.cache.disk.payload_files import is_coded, is_pack_file
-from kvchat.cache.disk.table import SCHEMA_VERSION, is_busy
+from kvchat.cache.disk.table import SCHEMA_VERSION, PackRows, is_busy
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout
 from kvchat.core.errors import StoreError

@@ -1,4 +1,4 @@
-"""PackRows: the packs and pins of one table, as any connection to it reads them.
+"""PackRow and Pin: what a row of a table says, and the checksum that tells whether a pack is whole.
 
 A pack is consecutive blocks of one chain, in one row: its *head* (the key of the block before, the
 token ids, whose KV it is), how it was used, and its payload, the block images, or the name of the
@@ -9,16 +9,12 @@ Nothing here is ever unpickled.
 """
 
 import math
-import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
 from kvchat.cache.disk.eviction import Use
-from kvchat.cache.keys import KEY_BYTES
 from kvchat.cache.tier import DamagedRecord, Layout, LogitFingerprint, PackHead
 
 # A token id and its logit.
@@ -95,104 +91,3 @@ class Pin:
     def covers(self, other: "Pin") -> bool:
         """Return whether all that `other` holds is held by this pin, for as long."""
         return self.keys[: len(other.keys)] == other.keys and self.until_s >= other.until_s
-
-
-def label_bytes(label: str) -> bytes:
-    """Return a pin's label as the table has it."""
-    return label.encode(errors="replace")
-
-
-_USE = "last_s, credit_s, num_uses, num_followed"
-_PACK = f"""
-    SELECT key, {_USE}, file, parent, block_size, block_bytes, is_draft, checksum, fingerprint, ids
-    FROM Pack
-"""
-
-
-class PackRows:
-    """Reads the table of `identity` through a connection, which is its owner's. Raises what SQLite
-    raises, and DamagedRecord for a row that no pack has.
-    """
-
-    def __init__(self, identity: bytes, connection: sqlite3.Connection) -> None:
-        self._identity = identity
-        self._connection = connection
-
-    def _execute(self, statement: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._connection.execute(statement, values).fetchall()
-
-    def row(self, key: bytes) -> PackRow | None:
-        """Return the pack that begins with a block; None if there is none."""
-        for columns in self._execute(f"{_PACK} WHERE key = ?", (key,)):
-            return self._row(columns)
-        return None
-
-    def rows(self) -> Iterator[tuple[Any, PackRow | None]]:
-        """Yield every pack by its key, the one written first first; None for a damaged row, whose
-        key may be anything.
-        """
-        for columns in self._execute(f"{_PACK} ORDER BY rowid"):
-            try:
-                yield columns[0], self._row(columns)
-            except DamagedRecord:
-                yield columns[0], None
-
-    def leading(
-        self, keys: Sequence[bytes], encoded: bytes, block_size: int
-    ) -> Iterator[tuple[PackRow, int]]:
-        """Yield the packs of leading blocks, in order and without a hole, each with how many of its
-        blocks are among them.
-
-        `keys` are the chain keys of blocks of `block_size` token ids, `encoded` these ids.
-        """
-        block = 0
-        while block < len(keys):
-            row = self.row(keys[block])
-            if row is None or row.layout.block_size != block_size:
-                return
-            if not (shared := row.head.num_shared(encoded, block, row.layout)):
-                return
-            yield row, shared
-            block += shared
-
-    def use(self, key: bytes) -> Use | None:
-        """Return a pack's uses, None if there is no such pack."""
-        found = self._execute(f"SELECT {_USE} FROM Pack WHERE key = ?", (key,))
-        return _use_of(found[0]) if found else None
-
-    def pins(self) -> list[Pin]:
-        """Return all pins that can be read, the oldest first."""
-        found = self._execute("SELECT label, made_s, until_s, keys FROM Pin ORDER BY rowid")
-        return [pin for columns in found if (pin := _pin(*columns)) is not None]
-
-    def _row(self, columns: tuple[Any, ...]) -> PackRow:
-        key, *use, file, parent, block_size, block_bytes, is_draft, checksum, fingerprint, ids = (
-            columns
-        )
-        if not all(type(each) is bytes for each in (key, parent, checksum, ids)):
-            raise DamagedRecord("no head")
-        if not all(type(each) is int and each > 0 for each in (block_size, block_bytes)):
-            raise DamagedRecord("no geometry")
-        layout = Layout(self._identity, block_size, block_bytes)
-        if len(key) != KEY_BYTES or not ids or len(ids) % layout.ids_bytes:
-            raise DamagedRecord("truncated")
-        head = PackHead(parent, ids, checksum, read_fingerprint(fingerprint), bool(is_draft))
-        return PackRow(key, layout, head, _use_of(use), file if isinstance(file, str) else None)
-
-
-def _use_of(columns: Sequence[Any]) -> Use:
-    """Return what the columns of a row say of its uses."""
-    last_s, credit_s, num_uses, num_followed = (
-        value if isinstance(value, int | float) else 0 for value in columns
-    )
-    return Use(float(last_s), float(credit_s), int(num_uses) or 1, int(num_followed))
-
-
-def _pin(label: object, made_s: object, until_s: object, keys: object) -> Pin | None:
-    """Return a pin as it was made; None for anything else."""
-    if not (isinstance(label, bytes) and isinstance(keys, bytes) and len(keys) % KEY_BYTES == 0):
-        return None
-    if not (isinstance(made_s, int | float) and isinstance(until_s, int | float)):
-        return None
-    each = tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES))
-    return Pin(label.decode(errors="replace"), each, made_s, until_s)

@@ -151,7 +151,8 @@ class DiskQuota:
         others = sum(map(self._sizes.of, self._others()))
         if table.files.has_leftovers:
             return tree_bytes(self.own) + others
-        packs = table.file_bytes() + table.num_files() * FILE_OVERHEAD_BYTES
+        count, num_bytes = table.payload_files()
+        packs = num_bytes + count * FILE_OVERHEAD_BYTES
         return packs + beside_packs_bytes(self.own) + others
 
     def has_room(self, table: PackTable, num_bytes: int) -> bool:
@@ -227,7 +228,7 @@ class DiskQuota:
                 break  # files cannot be deleted: to evict more frees nothing
         if to_free > 0 and (not num_bytes or self._excess(table, num_bytes) <= self._loose_bytes()):
             self._drop_older(math.inf)  # only if that frees enough
-        return self.has_room(table, num_bytes)
+        return excess <= 0 or self.has_room(table, num_bytes)
 
     def _worth_least(
         self, table: PackTable, known: Packs, parent: bytes, to_free: int

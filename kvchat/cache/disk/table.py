@@ -1,4 +1,5 @@
 """PackTable: one identity's packs and pins in a SQLite table; large payloads are files beside it.
+PackRows reads such a table through any connection.
 
 A pack is one row (`pack_rows.py`), so its head and its payload come and go in one commit. The file
 of a payload is written before the row is; a file without a row, as a killed process leaves it, is
@@ -17,7 +18,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,11 @@ from typing import Any
 
 from kvchat.cache.disk.eviction import Use, used_again
 from kvchat.cache.disk.model_dirs import CODED, DATABASE, PIN_MARK, PLAIN
-from kvchat.cache.disk.pack_rows import PackRow, PackRows, Pin, fingerprint_bytes, label_bytes
+from kvchat.cache.disk.pack_rows import PackRow, Pin, fingerprint_bytes, read_fingerprint
 from kvchat.cache.disk.payload_files import MAX_FILE_BYTES, PayloadFiles, is_coded
+from kvchat.cache.keys import KEY_BYTES
 from kvchat.cache.page_memory import ReadBuffers
-from kvchat.cache.tier import DamagedRecord
+from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
 
@@ -108,6 +110,84 @@ def _held_error() -> sqlite3.OperationalError:
     error = sqlite3.OperationalError("others read the log")
     error.sqlite_errorcode = sqlite3.SQLITE_BUSY
     return error
+
+
+_USE = "last_s, credit_s, num_uses, num_followed"
+_PACK = f"""
+    SELECT key, {_USE}, file, parent, block_size, block_bytes, is_draft, checksum, fingerprint, ids
+    FROM Pack
+"""
+
+
+class PackRows:
+    """Reads the table of `identity` through a connection, which is its owner's. Raises what SQLite
+    raises, and DamagedRecord for a row that no pack has.
+    """
+
+    def __init__(self, identity: bytes, connection: sqlite3.Connection) -> None:
+        self._identity = identity
+        self._connection = connection
+
+    def _execute(self, statement: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        return self._connection.execute(statement, values).fetchall()
+
+    def row(self, key: bytes) -> PackRow | None:
+        """Return the pack that begins with a block; None if there is none."""
+        for columns in self._execute(f"{_PACK} WHERE key = ?", (key,)):
+            return self._row(columns)
+        return None
+
+    def rows(self) -> Iterator[tuple[Any, PackRow | None]]:
+        """Yield every pack by its key, the one written first first; None for a damaged row, whose
+        key may be anything.
+        """
+        for columns in self._execute(f"{_PACK} ORDER BY rowid"):
+            try:
+                yield columns[0], self._row(columns)
+            except DamagedRecord:
+                yield columns[0], None
+
+    def leading(
+        self, keys: Sequence[bytes], encoded: bytes, block_size: int
+    ) -> Iterator[tuple[PackRow, int]]:
+        """Yield the packs of leading blocks, in order and without a hole, each with how many of its
+        blocks are among them.
+
+        `keys` are the chain keys of blocks of `block_size` token ids, `encoded` these ids.
+        """
+        block = 0
+        while block < len(keys):
+            row = self.row(keys[block])
+            if row is None or row.layout.block_size != block_size:
+                return
+            if not (shared := row.head.num_shared(encoded, block, row.layout)):
+                return
+            yield row, shared
+            block += shared
+
+    def use(self, key: bytes) -> Use | None:
+        """Return a pack's uses, None if there is no such pack."""
+        found = self._execute(f"SELECT {_USE} FROM Pack WHERE key = ?", (key,))
+        return _use_of(found[0]) if found else None
+
+    def pins(self) -> list[Pin]:
+        """Return all pins that can be read, the oldest first."""
+        found = self._execute("SELECT label, made_s, until_s, keys FROM Pin ORDER BY rowid")
+        return [pin for columns in found if (pin := _pin(*columns)) is not None]
+
+    def _row(self, columns: tuple[Any, ...]) -> PackRow:
+        key, *use, file, parent, block_size, block_bytes, is_draft, checksum, fingerprint, ids = (
+            columns
+        )
+        if not all(type(each) is bytes for each in (key, parent, checksum, ids)):
+            raise DamagedRecord("no head")
+        if not all(type(each) is int and each > 0 for each in (block_size, block_bytes)):
+            raise DamagedRecord("no geometry")
+        layout = Layout(self._identity, block_size, block_bytes)
+        if len(key) != KEY_BYTES or not ids or len(ids) % layout.ids_bytes:
+            raise DamagedRecord("truncated")
+        head = PackHead(parent, ids, checksum, read_fingerprint(fingerprint), bool(is_draft))
+        return PackRow(key, layout, head, _use_of(use), file if isinstance(file, str) else None)
 
 
 _ENTER = f"INSERT OR REPLACE INTO Pack VALUES ({', '.join(15 * '?')})"
@@ -266,13 +346,10 @@ class PackTable(PackRows):
         """Return how many packs there are."""
         return self._number("SELECT COUNT(*) FROM Pack")
 
-    def num_files(self) -> int:
-        """Return how many payloads are files."""
-        return self._number("SELECT COUNT(*) FROM Pack WHERE size > 0")
-
-    def file_bytes(self) -> int:
-        """Return the length of all payloads that are files."""
-        return self._number("SELECT SUM(size) FROM Pack")
+    def payload_files(self) -> tuple[int, int]:
+        """Return how many payloads are files, and the length of all of these."""
+        [(count, num_bytes)] = self._execute("SELECT COUNT(*), SUM(size) FROM Pack WHERE size > 0")
+        return count, int(num_bytes or 0)
 
     def num_bytes(self) -> int:
         """Return how long the table is once all that is in the log is in it."""
@@ -354,7 +431,7 @@ class PackTable(PackRows):
         A temporary one also takes the place of those that it covers; over the limit those of its
         kind, lasting or not, go that end first.
         """
-        columns = (label_bytes(pin.label), pin.made_s, pin.until_s, b"".join(pin.keys))
+        columns = (_label_bytes(pin.label), pin.made_s, pin.until_s, b"".join(pin.keys))
         self._execute("INSERT OR REPLACE INTO Pin VALUES (?, ?, ?, ?)", columns)
         if pin.is_temporary:
             others = [p for p in self.pins() if p.is_temporary and p.label != pin.label]
@@ -381,7 +458,7 @@ class PackTable(PackRows):
                 os.unlink(PIN_MARK, dir_fd=self.files.descriptor)
 
     def _drop_pin(self, label: str) -> None:
-        self._execute("DELETE FROM Pin WHERE label = ?", (label_bytes(label),))
+        self._execute("DELETE FROM Pin WHERE label = ?", (_label_bytes(label),))
 
 
 def _decoded(row: PackRow, payload: memoryview, buffers: ReadBuffers) -> memoryview:
@@ -396,5 +473,28 @@ def _decoded(row: PackRow, payload: memoryview, buffers: ReadBuffers) -> memoryv
     return image
 
 
+def _label_bytes(label: str) -> bytes:
+    """Return a pin's label as the table has it."""
+    return label.encode(errors="replace")
+
+
 def _columns(use: Use) -> tuple[float, float, int, int]:
     return use.last_s, use.credit_s, use.num_uses, use.num_followed
+
+
+def _use_of(columns: Sequence[Any]) -> Use:
+    """Return what the columns of a row say of its uses."""
+    last_s, credit_s, num_uses, num_followed = (
+        value if isinstance(value, int | float) else 0 for value in columns
+    )
+    return Use(float(last_s), float(credit_s), int(num_uses) or 1, int(num_followed))
+
+
+def _pin(label: object, made_s: object, until_s: object, keys: object) -> Pin | None:
+    """Return a pin as it was made; None for anything else."""
+    if not (isinstance(label, bytes) and isinstance(keys, bytes) and len(keys) % KEY_BYTES == 0):
+        return None
+    if not (isinstance(made_s, int | float) and isinstance(until_s, int | float)):
+        return None
+    each = tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES))
+    return Pin(label.decode(errors="replace"), each, made_s, until_s)
