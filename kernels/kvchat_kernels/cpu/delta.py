@@ -191,8 +191,7 @@ def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> 
     `offset`.
     """
     width = code.whole(form.value_dim)
-    epsilon = code.task.epsilon
-    factor = code.spread(inverse_rms(code, out, width, epsilon))
+    factor = code.spread(inverse_rms(code, out, width))
     gates = code.task.gates + offset
     weight = code.task.norm
     with code.loop(0, width, LANES) as column:

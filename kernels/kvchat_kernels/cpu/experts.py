@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable, kernel
-from kvchat_kernels.cpu.maths import exp, sigmoid
+from kvchat_kernels.cpu.maths import copy_floats, exp, sigmoid
 from kvchat_kernels.cpu.matrix_products import Product
 from kvchat_kernels.cpu.step import MANY_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.cpu.task import Memory, Task
@@ -365,9 +365,7 @@ def gathering_kernel(code: Code) -> None:
     width = code.task.width
     row = code.load(code.task.rows, code.unit * 8, I64)
     source = code.task.x + row * width * 4
-    target = code.task.out + code.unit * width * 4
-    with code.loop(0, width, LANES) as index:
-        code.store(code.load(source, index * 4, F32S), target, index * 4)
+    copy_floats(code, source, code.task.out + code.unit * width * 4, width)
 
 
 @kernel("group", GroupTask)

@@ -6,7 +6,8 @@ Of a head's query and key the last numbers are rotated, those of the key are the
 from dataclasses import dataclass
 
 from kvchat_kernels.cpu.code import F32S, LANES, Code, Value, kernel
-from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.maths import copy_floats
+from kvchat_kernels.cpu.norms import write_norm
 from kvchat_kernels.cpu.task import Memory, Task
 
 
@@ -63,11 +64,7 @@ def latent_norm_kernel(code: Code) -> None:
     """Write the kernel that norms latents. Units: rows."""
     width, task = code.task.width, code.task
     x, out = task.x + code.unit * task.stride, task.out + code.unit * width * 4
-    epsilon = task.epsilon
-    factor = code.spread(inverse_rms(code, x, width, epsilon))
-    with code.loop(0, width, LANES) as index:
-        value = code.load(x, index * 4, F32S) * factor
-        code.store(value * code.load(task.weight, index * 4, F32S), out, index * 4)
+    write_norm(code, x, width, task.weight, out)
 
 
 @kernel("latent heads", LatentHeadsTask)
@@ -93,17 +90,12 @@ def latent_heads_kernel(code: Code, form: LatentForm) -> None:
         if form.is_turned:
             last = query + head * key_bytes + plain
             _write_turned(code, form, last, of_one)
-            _copy(code, of_one, last, form.rotated)
+            copy_floats(code, of_one, last, form.rotated)
         source = expanded + head * (plain + value_bytes)
         key = keys + head * key_bytes
-        _copy(code, source, key, form.plain)
-        _copy(code, of_all, key + plain, form.rotated)
-        _copy(code, source + plain, values + head * value_bytes, form.value_dim)
-
-
-def _copy(code: Code, source: Value, target: Value, count: int) -> None:
-    with code.loop(0, count, LANES) as index:
-        code.store(code.load(source, index * 4, F32S), target, index * 4)
+        copy_floats(code, source, key, form.plain)
+        copy_floats(code, of_all, key + plain, form.rotated)
+        copy_floats(code, source + plain, values + head * value_bytes, form.value_dim)
 
 
 def _write_turned(code: Code, form: LatentForm, source: Value, target: Value) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
-from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.norms import write_norm
 from kvchat_kernels.cpu.step import InputsTask, StateRow, rows_of_state
 from kvchat_kernels.cpu.task import Memory, Task
 
@@ -149,9 +149,4 @@ def write_group_norms(
     """Write: norm each group of a row, of `width` floats, in place."""
     with code.loop(0, num_groups) as group:
         offset = group * width * 4
-        x, weight = row + offset, weights + offset
-        factor = code.spread(inverse_rms(code, x, width, code.task.epsilon))
-        with code.loop(0, width, LANES) as column:
-            at = column * 4
-            normed = code.load(x, at, F32S) * factor * code.load(weight, at, F32S)
-            code.store(normed, x, at)
+        write_norm(code, row + offset, width, weights + offset)

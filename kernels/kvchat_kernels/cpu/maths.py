@@ -194,6 +194,12 @@ def store_floats(
     code.store(as_stored(code, values, stored), address, offset)
 
 
+def copy_floats(code: Code, source: Value, target: Value, count: Value | int) -> None:
+    """Write: copy `count` float32, whole vectors, from one address to another."""
+    with code.loop(0, count, LANES) as index:
+        code.store(code.load(source, index * 4, F32S), target, index * 4)
+
+
 def exp(code: Code, x: Value) -> Value:
     """Return exp of a vector of floats; 0 far below -87, no infinity above 88. A NaN stays one."""
     count = x.type.count

@@ -8,8 +8,8 @@ last.
 
 from dataclasses import dataclass
 
-from kvchat_kernels.cpu.code import F32S, LANES, Code, Value, kernel
-from kvchat_kernels.cpu.maths import reciprocal_root
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
+from kvchat_kernels.cpu.maths import copy_floats, reciprocal_root
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 
@@ -81,7 +81,7 @@ def norm_kernel(code: Code, form: NormForm) -> None:
         addend = code.task.addend + row * width * 4
         factor = code.spread(code.task.factor)
         if form.norms_addend:
-            factor = factor * code.spread(_inverse_rms(code, addend, width))
+            factor = factor * code.spread(inverse_rms(code, addend, width))
         with code.loop(0, width, LANES) as index:
             value = code.load(addend, index * 4, F32S) * factor
             if form.norms_addend:
@@ -95,42 +95,44 @@ def norm_kernel(code: Code, form: NormForm) -> None:
         if form.centres:
             _write_centred(code, stream, width, out)
             return
-        factor = code.spread(_inverse_rms(code, stream, width))
-        weight = code.task.weight
-        with code.loop(0, width, LANES) as index:
-            value = code.load(stream, index * 4, F32S) * factor
-            code.store(value * code.load(weight, index * 4, F32S), out, index * 4)
+        write_norm(code, stream, width, code.task.weight, out)
 
 
 def _write_centred(code: Code, address: Value, width: Value, out: Value) -> None:
     total = code.variable(code.floats(0.0))
     with code.loop(0, width, LANES) as index:
         total.set(total.get() + code.load(address, index * 4, F32S))
-    epsilon = code.task.epsilon
-    count = code.convert("sitofp", width, epsilon.type)
+    count = code.convert("sitofp", width, F32)
     mean = code.spread(code.total(total.get()) / count)
     with code.loop(0, width, LANES) as index:
         code.store(code.load(address, index * 4, F32S) - mean, out, index * 4)
-    factor = code.spread(inverse_rms(code, out, width, epsilon))
+    factor = code.spread(inverse_rms(code, out, width))
     weight, bias = code.task.weight, code.task.bias
     with code.loop(0, width, LANES) as index:
         value = code.load(out, index * 4, F32S) * factor * code.load(weight, index * 4, F32S)
         code.store(value + code.load(bias, index * 4, F32S), out, index * 4)
 
 
-def _inverse_rms(code: Code, address: Value, width: Value) -> Value:
-    epsilon = code.task.epsilon
-    return inverse_rms(code, address, width, epsilon)
+def write_norm(
+    code: Code, x: Value, width: Value, weight: Value | None, out: Value | None = None
+) -> None:
+    """Write the norm of `width` floats to `out`, or in place; None: without a weight."""
+    factor = code.spread(inverse_rms(code, x, width))
+    with code.loop(0, width, LANES) as index:
+        value = code.load(x, index * 4, F32S) * factor
+        if weight is not None:
+            value = value * code.load(weight, index * 4, F32S)
+        code.store(value, x if out is None else out, index * 4)
 
 
-def inverse_rms(code: Code, address: Value, width: Value, epsilon: Value) -> Value:
-    """Return 1 / sqrt(mean(x^2) + epsilon) of `width` floats."""
+def inverse_rms(code: Code, address: Value, width: Value) -> Value:
+    """Return 1 / sqrt(mean(x^2) + epsilon) of `width` floats; `epsilon` is of the task."""
     total = code.variable(code.floats(0.0))
     with code.loop(0, width, LANES) as index:
         value = code.load(address, index * 4, F32S)
         total.set(total.get() + value * value)
-    count = code.convert("sitofp", width, epsilon.type)
-    return reciprocal_root(code, code.total(total.get()) / count + epsilon)
+    count = code.convert("sitofp", width, F32)
+    return reciprocal_root(code, code.total(total.get()) / count + code.task.epsilon)
 
 
 @kernel("joined norm", JoinedNormTask)
@@ -139,10 +141,5 @@ def joined_norm_kernel(code: Code) -> None:
     width, row_bytes = code.task.width, code.task.width * 4
     out = code.task.out + code.unit * row_bytes * 2
     for number, rows in enumerate((code.task.one, code.task.other)):
-        row, place = rows + code.unit * row_bytes, out + row_bytes * number
-        with code.loop(0, row_bytes, LANES * 4) as at:
-            code.store(code.load(row, at, F32S), place, at)
-    factor = code.spread(inverse_rms(code, out, width * 2, code.task.epsilon))
-    with code.loop(0, row_bytes * 2, LANES * 4) as at:
-        value = code.load(out, at, F32S) * factor * code.load(code.task.weight, at, F32S)
-        code.store(value, out, at)
+        copy_floats(code, rows + code.unit * row_bytes, out + row_bytes * number, width)
+    write_norm(code, out, width * 2, code.task.weight)

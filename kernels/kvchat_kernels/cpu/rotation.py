@@ -31,7 +31,7 @@ from kvchat_kernels.cpu.maths import (
     turned,
     write_turned,
 )
-from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.norms import write_norm
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.kv_code import (
@@ -130,7 +130,7 @@ def rotation_kernel(code: Code, heads: Heads) -> None:
     if heads.norms_value:
         with code.loop(0, heads.num_kv_heads) as head:
             start = value_row + head * heads.value_dim * 4
-            _write_norm(code, start, code.whole(heads.value_dim), None)
+            write_norm(code, start, code.whole(heads.value_dim), None)
     if heads.writes_kv:
         _write_kv(code, heads, key_row, value_row)
     if isinstance(heads.stored, KvCode) and heads.stored.keys.turned:
@@ -266,17 +266,7 @@ def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: V
     is_wide = heads.norm is HeadNorm.ALL_HEADS
     width = code.whole(heads.key_dim * count if is_wide else heads.key_dim)
     with code.loop(0, 1 if is_wide else count) as part:
-        _write_norm(code, address + part * width * 4, width, weight)
-
-
-def _write_norm(code: Code, start: Value, width: Value, weight: Value | None) -> None:
-    epsilon = code.task.epsilon
-    factor = code.spread(inverse_rms(code, start, width, epsilon))
-    with code.loop(0, width, LANES) as index:
-        value = code.load(start, index * 4, F32S) * factor
-        if weight is not None:
-            value = value * code.load(weight, index * 4, F32S)
-        code.store(value, start, index * 4)
+        write_norm(code, address + part * width * 4, width, weight)
 
 
 def _write_rotation(code: Code, heads: Heads, head: Value) -> None:

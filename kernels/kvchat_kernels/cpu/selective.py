@@ -14,8 +14,8 @@ The state is changed in place.
 from dataclasses import dataclass
 
 from kvchat_kernels.cpu.code import F32S, LANES, Code, Value, kernel
-from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
-from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.maths import copy_floats, exp, sigmoid, softplus
+from kvchat_kernels.cpu.norms import write_norm
 from kvchat_kernels.cpu.step import InputsTask, StateRow, rows_of_state
 from kvchat_kernels.cpu.task import Memory, Task
 
@@ -82,21 +82,16 @@ def selective_inputs_kernel(code: Code, form: SelectiveForm, is_normed: bool) ->
         task.x + code.unit * task.x_stride,
         task.parts + code.unit * ((form.rank + 2 * size) * 4),
     )
-    with code.loop(0, channels * 4, LANES * 4) as at:
-        code.store(code.load(x, at, F32S), inputs, at)
+    copy_floats(code, x, inputs, channels)
     of_state = inputs + 8 * channels
     latents = task.latents + code.unit * task.latents_width * 4
     places = ((0, form.rank, latents), (form.rank, size, of_state))
     for first, width, out in (*places, (form.rank + size, size, of_state + size * 4)):
         part = parts + first * 4
-        factor = code.floats(1.0)
         if is_normed:
-            factor = code.spread(inverse_rms(code, part, code.whole(width), task.epsilon))
-        with code.loop(0, width * 4, LANES * 4) as at:
-            value = code.load(part, at, F32S)
-            if is_normed:
-                value = value * factor * code.load(task.weight + first * 4, at, F32S)
-            code.store(value, out, at)
+            write_norm(code, part, code.whole(width), task.weight + first * 4, out)
+        else:
+            copy_floats(code, part, out, width)
 
 
 @kernel("selective", SelectiveTask)

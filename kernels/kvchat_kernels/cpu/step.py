@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Any
 
-from kvchat_kernels.cpu.code import F32S, I64, LANES, Code, Value, kernel
+from kvchat_kernels.cpu.code import I64, Code, Value, kernel
+from kvchat_kernels.cpu.maths import copy_floats
 from kvchat_kernels.cpu.task import Memory, Place, Task
 
 
@@ -137,5 +138,4 @@ def guesses_kernel(code: Code, width: int) -> None:
     with code.loop(num_sure, count) as index:
         source = task.inputs + (first + index) * task.stride
         place = guesses + task.place + (index - num_sure) * code.header(Header.GUESS_BYTES)
-        with code.loop(0, width, LANES) as column:
-            code.store(code.load(source, column * 4, F32S), place, column * 4)
+        copy_floats(code, source, place, width)

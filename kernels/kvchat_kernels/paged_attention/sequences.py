@@ -104,13 +104,6 @@ class PagedSequences:
             assert self.positions.shape[0] == len(self.query_lens)
             assert self.positions.shape[1] >= max(self.context_lens)
 
-    @property
-    def position_end(self) -> int:
-        """One more than the largest position of a slot."""
-        if self.positions is None:
-            return max(self.context_lens)
-        return int(self.positions.max()) + 1
-
     def positions_of(self, sequence: int) -> torch.Tensor:
         """Return the positions of a sequence's slots, [context_len] on the tables' device."""
         context_len = self.context_lens[sequence]
