@@ -28,7 +28,7 @@ from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
 
@@ -156,9 +156,9 @@ class _Chats:
     def _speculating(self) -> AssembledEngine:
         draft = find_model(DEMO_DRAFT) if self._setup.source.name == DEMO else None
         source, model, cache = self._setup.source, self._setup.model, self._setup.cache
-        configs = EngineConfig(), SpeculationConfig("auto")
-        return build_speculating_engine(
-            source, draft, model, cache, *configs, NO_MEMORY, lambda _: None
+        spec, memory = SpeculationConfig("auto"), NO_MEMORY
+        return build_engine(
+            source, model, cache, EngineConfig(), memory, lambda _: None, spec, draft
         )
 
     def _hold(self, assembled: AssembledEngine) -> list[Answers]:

@@ -28,7 +28,7 @@ from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.drafters import Drafter, DraftOrder, Offer
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
@@ -166,15 +166,15 @@ def run(setup: BenchSetup) -> Result:
     """Measure every kind of text that is available for the model."""
     is_demo = setup.source.name == DEMO
     draft = setup.draft or (find_model(DEMO_DRAFT) if is_demo else None)
-    assembled = build_speculating_engine(
+    assembled = build_engine(
         setup.source,
-        draft,
         setup.model,
         setup.cache,
         EngineConfig(),
-        SpeculationConfig("auto"),
         NO_MEMORY,
         lambda event: None,
+        SpeculationConfig("auto"),
+        draft,
     )
     settings = {
         "model": setup.source.name,

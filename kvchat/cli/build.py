@@ -357,18 +357,18 @@ def _build(
 
         with without_collection():
             import_transformers()
-            from kvchat.engine.assembly import build_speculating_engine
+            from kvchat.engine.assembly import build_engine
             from kvchat.model.checkpoint.used_models import UsedModels
 
-        assembled = build_speculating_engine(
+        assembled = build_engine(
             source,
-            draft,
             settings.model_config(),
             settings.cache_config(kept, shared),
             settings.engine_config(),
-            settings.speculation_config(source.name),
             memory,
             progress,
+            settings.speculation_config(source.name),
+            draft,
         )
         UsedModels(memory).note(source)
         return assembled.engine, assembled.ready

@@ -128,7 +128,7 @@ def _fitting(spec: Any, config: CacheConfig, device: Any, dtype: Any) -> str:
 
 def _code_facts(source: ModelSource, spec: Any, device: Any, dtype: Any) -> dict[str, str]:
     """Return what fits in each code that the model can have, and what the code was seen to do."""
-    from kvchat.engine.kv_effect import known_sentence
+    from kvchat.engine.kv_choice import known_sentence
     from kvchat.engine.kv_storage import require_kv_dtype
     from kvchat.model.checkpoint.identity import sample_digest
 

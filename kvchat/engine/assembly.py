@@ -28,12 +28,12 @@ from kvchat.core.parameters import KV_CODES
 from kvchat.core.text import Size
 from kvchat.core.types import Memory
 from kvchat.engine.assistant_drafter import AssistantDrafter
-from kvchat.engine.draft_model import MOST_CAUGHT_UP, ModelDrafter
+from kvchat.engine.draft_model import MOST_CAUGHT_UP, ModelDrafter, StatefulDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
-from kvchat.engine.kv_choice import KvChoice, chosen_kv
-from kvchat.engine.kv_effect import kv_notes
+from kvchat.engine.kv_choice import KvChoice, chosen_kv, kv_notes
+from kvchat.engine.kv_mover import possible_rotations
 from kvchat.engine.kv_storage import (
     device_budget,
     kv_geometry,
@@ -49,13 +49,11 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
-from kvchat.engine.stateful_drafter import StatefulDrafter
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
 from kvchat.model.assistant import load_assistant
-from kvchat.model.checkpoint.drafters import is_assistant, own_drafter
-from kvchat.model.checkpoint.eagle_form import EagleForm, eagle_form
+from kvchat.model.checkpoint.drafters import EagleForm, eagle_form, is_assistant, own_drafter
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import same_vocabulary
@@ -63,7 +61,6 @@ from kvchat.model.device import can_change_threads, dtype_name
 from kvchat.model.eagle_head import EagleModel, load_eagle
 from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat.model.gpu.graphs import GraphRunner
-from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.next_head import HeadModel, load_head
 from kvchat.model.packed.quantise import num_packed_bytes
@@ -105,27 +102,6 @@ class AssembledEngine:
     ready: ModelReady
 
 
-def build_engine(
-    source: ModelSource,
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    engine_config: EngineConfig,
-    memory: Memory,
-    progress: Progress,
-) -> AssembledEngine:
-    """Load a model and build the engine around it.
-
-    `memory` keeps what is found out about the model and the machine between runs.
-    Raises ModelError or ModelUnsupported with a message for the user.
-    """
-    began_s = time.perf_counter()
-    loaded, cache_config = _load_with_kv(
-        source, model_config, cache_config, engine_config, memory, progress
-    )
-    engine = engine_around(loaded, cache_config, engine_config, memory)
-    return AssembledEngine(engine, loaded, model_ready(loaded, engine, began_s))
-
-
 def load_trusted(
     source: ModelSource,
     config: ModelConfig,
@@ -134,25 +110,12 @@ def load_trusted(
     progress: Progress,
     cache_config: CacheConfig | None = None,
 ) -> LoadedModel:
-    """Load a model and check its paged forward pass; raises the errors of `build_engine`.
+    """Load a model and check its paged forward pass over plain KV.
 
-    Of `cache_config` it is checked that the model can have such KV, before its weights are read.
-    `auto` means the model's dtype.
+    Before the weights are read it is checked that the model can have KV as of `cache_config`.
+    Raises the errors of `build_engine`.
     """
     cache = cache_config or CacheConfig()
-    loaded = _loaded(source, config, max_context, memory, progress, cache)
-    return _with_trusted_kv(loaded, KvChoice(cache), memory)
-
-
-def _loaded(
-    source: ModelSource,
-    config: ModelConfig,
-    max_context: int | None,
-    memory: Memory,
-    progress: Progress,
-    cache: CacheConfig,
-) -> LoadedModel:
-    """Load a model and check its paged forward pass over plain KV."""
 
     def check(spec: ModelSpec, device: torch.device) -> None:
         require_kv_dtype(source.name, spec, cache)
@@ -162,23 +125,6 @@ def _loaded(
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, memory)
     return loaded
-
-
-def _load_with_kv(
-    source: ModelSource,
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    engine_config: EngineConfig,
-    memory: Memory,
-    progress: Progress,
-) -> tuple[LoadedModel, CacheConfig]:
-    """Load a model and check it over its KV; return it and the settings of that KV: with a code in
-    place of `auto` where memory demands one.
-    """
-    most = engine_config.max_context
-    loaded = _loaded(source, model_config, most, memory, progress, cache_config)
-    choice = chosen_kv(loaded, cache_config, most, memory)
-    return _with_trusted_kv(loaded, choice, memory), choice.config
 
 
 def _with_trusted_kv(loaded: LoadedModel, choice: KvChoice, memory: Memory) -> LoadedModel:
@@ -383,38 +329,40 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
 _HELD_BY_A_CACHE = 4 << 20
 
 
-def build_speculating_engine(
+def build_engine(
     source: ModelSource,
-    draft_source: ModelSource | None,
     model_config: ModelConfig,
     cache_config: CacheConfig,
     engine_config: EngineConfig,
-    speculation_config: SpeculationConfig,
     memory: Memory,
     progress: Progress,
+    speculation_config: SpeculationConfig | None = None,
+    draft_source: ModelSource | None = None,
 ) -> AssembledEngine:
     """Load a model and, if given, a draft model, and build the engine for them.
 
-    Otherwise as `build_engine`. If the draft model, or any draft, cannot be used, the model's notes
-    say why.
+    `memory` keeps what is found out about the model and the machine between runs. If the draft
+    model, or any draft, cannot be used, the model's notes say why. Raises ModelError or
+    ModelUnsupported with a message for the user.
     """
-    began_s = time.perf_counter()
-    target, cache_config = _load_with_kv(
-        source, model_config, cache_config, engine_config, memory, progress
-    )
+    began_s, most = time.perf_counter(), engine_config.max_context
+    mode = Mode((speculation_config or SpeculationConfig()).mode)
+    plain = load_trusted(source, model_config, most, memory, progress, cache_config)
+    choice = chosen_kv(plain, cache_config, most, memory)
+    target, cache_config = _with_trusted_kv(plain, choice, memory), choice.config
     build = _DraftBuild(target, model_config, cache_config, engine_config, memory)
     draft: _Draft | None = None
     try:
         if draft_source is not None:
             draft = build.drafter(draft_source)
-        elif speculation_config.mode == Mode.AUTO:
+        elif mode is Mode.AUTO:
             draft_source = build.own_source()
             draft = build.drafter(draft_source) if draft_source is not None else build.head()
     except Exception as error:  # without a draft model, the target can still answer
         of_what = "the draft model" if draft_source is not None else "its head for the next token"
         target = _without_drafts(target, of_what, error)
     drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
-    speculation = Speculation(drafters, Mode(speculation_config.mode))
+    speculation = Speculation(drafters, mode)
     target_cache = draft.target_cache if draft is not None else cache_config
     reads_before = draft.reads_before if draft is not None else None
     engine = engine_around(target, target_cache, engine_config, memory, speculation, reads_before)
@@ -467,7 +415,7 @@ class _DraftBuild:
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
         config = replace(self.model_config, device=target.device.type)
-        loaded = load_trusted(source, config, target.max_context, self.memory, _say_nothing)
+        loaded = load_trusted(source, config, target.max_context, self.memory, lambda event: None)
         own_config, target_config = self._shared_budget(loaded, self._own_cache_config())
         cache, runner = _cache_and_runner(loaded, own_config, self.engine_config, MOST_CAUGHT_UP)
         drafter = (StatefulDrafter if loaded.spec.state else ModelDrafter)(
@@ -575,10 +523,6 @@ def _piece_rows(loaded: LoadedModel) -> int | None:
     num_bytes = sum(p.nbytes for p in module.parameters()) + num_packed_bytes(module)
     is_compiled = compiled is not None and not compiled.is_off
     return FEW_ROWS if is_compiled and num_bytes <= _HELD_BY_A_CACHE else None
-
-
-def _say_nothing(event: LoadProgress) -> None:
-    """Report no progress: a draft model loads too quickly for it."""
 
 
 def _sentence(error: Exception) -> str:

@@ -24,11 +24,10 @@ from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import CachedTokens, FinishReason, KeptPositions, MissReason, Pooling
 from kvchat.engine.embedding import Embedding, begin_embedding
-from kvchat.engine.fetch import Fetcher
+from kvchat.engine.fetch import Fetcher, Locator
 from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_thinner import KvThinner
 from kvchat.engine.kv_verifier import KvVerifier
-from kvchat.engine.locator import Locator
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State, Thinning

@@ -1,25 +1,44 @@
-"""Which KV `--kv-dtype auto` means: the model's dtype, and fewer bits only where memory demands it.
+"""Which KV `--kv-dtype auto` means, and what KV in few bits does to a model's predictions.
 
-Memory demands it where the context that is wanted does not fit into the memory for KV. Then the
-model takes the most bits that fit, of those that hardly change what it predicts; none is taken that
-was not measured.
+It is the model's dtype, and fewer bits only where memory demands it: where the context that is
+wanted does not fit into the memory for KV. Then the model takes the most bits that fit, of those
+that hardly change what it predicts; none is taken that was not measured.
+
+A model that reads a short text predicts after every token; over plain KV, and over KV in a code.
+Small dense models suffer most from few bits, and no rule tells which, so every model is measured,
+once. The result is kept in the memory.
 """
 
-from dataclasses import dataclass, replace
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
-from kvchat.cache.kv_pool import KvGeometry
+import torch
+
+from kvchat.cache.kv_pool import CodedFormat, KvGeometry, PlainFormat
 from kvchat.cache.state_manager import state_blocks
-from kvchat.core.config import CacheConfig
+from kvchat.core.config import ROUNDING_VARIABLE, CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.text import format_bytes
 from kvchat.core.types import Memory
-from kvchat.engine.kv_effect import effect_on_model
-from kvchat.engine.kv_storage import device_budget, kv_geometry, require_kv_dtype, tokens_within
+from kvchat.engine.kv_storage import (
+    device_budget,
+    kv_geometry,
+    require_kv_dtype,
+    small_kv,
+    tokens_within,
+)
+from kvchat.model.batch import SequencePiece
 from kvchat.model.device import dtype_name
 from kvchat.model.loader import LoadedModel
+from kvchat.model.paged_model import model_over
+from kvchat.model.rounding import Effect, divergences, effect_of, sample_ids
 from kvchat.model.state import state_bytes
-from kvchat_kernels.kv_code import FP8
+from kvchat_kernels.kv_code import CODES, FP8, INT8, KvCode
 
 # The context that is wanted where the user does not say: a long conversation.
 _USUAL_TOKENS = 8192
@@ -88,3 +107,107 @@ def _is_good(
         return False
     effect = effect_on_model(loaded, geometry, memory)
     return effect is not None and effect.divergence <= _MOST_CHANGE
+
+
+_log = logging.getLogger(__name__)
+
+_KIND = "kv_effect"
+# A divergence in nats a token above which a model answers otherwise too often to go on.
+_BAD = 0.1
+# Products of a model with the text; a large one reads less of it.
+_MOST_PRODUCTS = 2e11
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 256
+_BLOCK_SIZE, _ROWS = 16, 64
+
+
+def kv_notes(
+    loaded: LoadedModel, geometry: KvGeometry, memory: Memory, reason: str = ""
+) -> tuple[str, ...]:
+    """Return what the user should know of KV in a code: what it changes.
+
+    `reason` says why it was chosen, "" if the user did. Raises ModelError if the model would answer
+    otherwise too often, unless the user insists by `ROUNDING_VARIABLE`. The model may be bound to
+    other KV afterwards.
+    """
+    if not isinstance(geometry.format, CodedFormat):
+        return ()
+    code = geometry.format.code
+    effect = effect_on_model(loaded, geometry, memory)
+    if effect is None:
+        return ()
+    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
+        others = "auto" if code == INT8 else "int8"
+        raise ModelError(
+            f"{loaded.source.name} would answer otherwise. {_sentence(effect, code)}",
+            f"Use --kv-dtype {others}, or insist by {ROUNDING_VARIABLE}=any.",
+        )
+    return (f"{reason} {_sentence(effect, code)}".lstrip(),)
+
+
+def effect_on_model(loaded: LoadedModel, geometry: KvGeometry, memory: Memory) -> Effect | None:
+    """Return what KV in the code of `geometry` changes, measured now or earlier; None for a model
+    whose tokenizer cannot read the text.
+
+    The model may be bound to other KV afterwards.
+    """
+    assert isinstance(geometry.format, CodedFormat)
+    key = _key(loaded.identity, loaded.weights, loaded.dtype, geometry.format.code)
+    return effect_of(memory.get(_KIND, key)) or _measured(loaded, geometry, key, memory)
+
+
+def known_sentence(identity: str, dtype: torch.dtype, code: str, memory: Memory) -> str:
+    """Return what a code was seen to change of a model with its own weights, whose files have the
+    digest `identity`; "" if that was not measured.
+    """
+    for weights in ("own", "blocks", "auto"):
+        effect = effect_of(memory.get(_KIND, _key(identity, weights, dtype, CODES[code])))
+        if effect is not None:
+            return _sentence(effect, CODES[code])
+    return ""
+
+
+def _sentence(effect: Effect, code: KvCode) -> str:
+    changed = f"{1 - effect.same:.0%} of {effect.num_tokens} likeliest tokens"
+    return f"KV in {code.name} changes {changed} (KL {effect.divergence:.4f})."
+
+
+def _key(identity: str, weights: str, dtype: torch.dtype, code: KvCode) -> str:
+    facts = (identity, weights, str(dtype), code.stored_name)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+def _measured(loaded: LoadedModel, geometry: KvGeometry, key: str, memory: Memory) -> Effect | None:
+    """Measure, and keep the result; None for a model whose tokenizer cannot read the text."""
+    count = int(_MOST_PRODUCTS / max(1, loaded.spec.num_parameters))
+    try:
+        ids = sample_ids(loaded.source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+    except Exception as error:  # tokenizers raises any kind
+        name = type(error).__name__
+        _log.info("KV not measured model=%s: %s", loaded.spec.model_type, name)
+        return None
+    ids = ids[: loaded.max_context]
+    plain = replace(geometry, format=PlainFormat())
+    own = list(_predictions(loaded, plain, ids))
+    divergence, same = 0.0, 0
+    for before, after in zip(own, _predictions(loaded, geometry, ids), strict=True):
+        divergence += float(divergences(before, after).sum())
+        same += int((before.argmax(-1) == after.argmax(-1)).sum())
+    if not math.isfinite(divergence):
+        divergence = math.inf
+    effect = Effect(max(0.0, divergence / len(ids)), same / len(ids), len(ids))
+    memory.set(_KIND, key, asdict(effect))
+    return effect
+
+
+def _predictions(
+    loaded: LoadedModel, geometry: KvGeometry, ids: list[int]
+) -> Iterator[torch.Tensor]:
+    """Yield the logits after every token, a few rows at a time, over new KV."""
+    blocks = range(1, 2 + len(ids) // _BLOCK_SIZE)
+    pools = small_kv(geometry, loaded.device, 1 + len(blocks), _BLOCK_SIZE)
+    model = model_over(loaded, pools)
+    state = model.new_state()
+    for start in range(0, len(ids), _ROWS):
+        rows = ids[start : start + _ROWS]
+        piece = SequencePiece(rows, start, blocks, len(rows), state)
+        yield model.forward_pieces([piece], _BLOCK_SIZE).cpu()

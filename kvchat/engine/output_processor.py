@@ -112,10 +112,10 @@ class OutputProcessor:
             logprobs = drawn.logprobs.get(scheduled, [])
             if scheduled.drafts:
                 events.extend(self._append_verified(request, num_right, tokens, logprobs))
+                if request.table is not None:
+                    self._cache.rewind(request.table, len(request.ids))
             elif tokens:
                 events.extend(self._append_drawn(request, tokens, logprobs))
-            if request.table is not None:
-                self._cache.rewind(request.table, len(request.ids))
         self._save([scheduled.request for scheduled in plan])
         return events
 

@@ -34,7 +34,6 @@ from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import is_lost
 from kvchat.model.gpu.graphs import GraphRunner
-from kvchat.model.hidden_rows import collecting
 from kvchat.model.last_hidden import LastHidden
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.slot_scores import SlotScores, score_slots
@@ -238,7 +237,7 @@ class Runner:
         the rows that it asks for, [num_rows, width] float32. Raises UsageError for a model that
         shows none.
         """
-        with collecting(self._model) as rows:
+        with self._model.head_inputs() as rows:
             self._run_eagerly([piece])
         return torch.cat(rows)
 

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from kvchat.core.errors import ModelError
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import ModelSource
-from kvchat.model.checkpoint.tensors import mapped_tensors
+from kvchat.model.checkpoint.tensors import mapped_tensors, refuse_gaps
 from kvchat.model.cpu.compiled_step import CompiledStep
 from kvchat.model.cpu.step_program import CompiledKv
 from kvchat.model.decoder.decoder import Decoder, Joined
@@ -30,7 +30,6 @@ from kvchat.model.hf.model_class import on_meta
 from kvchat.model.loader import LOADING, LoadedModel
 from kvchat.model.packed.quantise import use_cpu_products
 from kvchat.model.part_loader import files_limit
-from kvchat.model.read_report import refuse_gaps
 from kvchat.model.spec import LayerSpec, ModelSpec
 
 

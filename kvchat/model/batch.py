@@ -115,17 +115,19 @@ def build_batch(
     layers with a window have window blocks.
     """
     token_ids = [token for piece in pieces for token in piece.token_ids]
+    num_tokens, logit_rows = len(token_ids), rows_of_logits(pieces)
     # Each begins at a multiple of 16 bytes: other alignments would compile a GPU's kernels anew.
-    rest = [0] * (len(token_ids) % 2)
+    rest = [0] * (num_tokens % 2)
     slots = [*(slot for piece in pieces for slot in piece.slots(block_size)), *rest]
     numbers = [
         [*token_ids, *rest],
         [*(position for piece in pieces for position in range(piece.start, piece.end)), *rest],
         slots,
+        [*logit_rows, *[0] * (len(slots) - len(logit_rows))],
     ]
     if window_blocks is not None:
         numbers.append(slots_in_windows(slots, block_size, window_blocks))
-    of_tokens = on_device(numbers, torch.int64, device)[:, : len(token_ids)]
+    of_tokens = on_device(numbers, torch.int64, device)[:, :num_tokens]
     tables = _block_tables(pieces, block_size)
     sequences = PagedSequences(
         query_lens=tuple(len(piece.token_ids) for piece in pieces),
@@ -138,13 +140,13 @@ def build_batch(
     if window_blocks is not None:
         own = window_tables(tables, [p.first_slot // block_size for p in pieces], window_blocks)
         in_windows = on_device(own, torch.int32, device)
-        windowed = WindowSlots(of_tokens[3], replace(sequences, block_tables=in_windows))
+        windowed = WindowSlots(of_tokens[4], replace(sequences, block_tables=in_windows))
     return ForwardBatch(
         token_ids=of_tokens[0],
         positions=of_tokens[1],
         slot_mapping=of_tokens[2],
         sequences=sequences,
-        logit_rows=on_device(rows_of_logits(pieces), torch.int64, device),
+        logit_rows=of_tokens[3, : len(logit_rows)],
         windowed=windowed,
     )
 

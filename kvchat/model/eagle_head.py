@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from kvchat.core.errors import ModelError
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.checkpoint.eagle_form import EagleForm
+from kvchat.model.checkpoint.drafters import EagleForm
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import stored_names
 from kvchat.model.loader import IN_BLOCKS, LoadedModel

@@ -31,8 +31,10 @@ from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import (
     CheckpointTensors,
     Names,
+    leftovers,
     memory_of_gguf,
     read_tensors,
+    refuse_gaps,
 )
 from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
 from kvchat.model.decoder.matrices import keep_precise
@@ -74,7 +76,6 @@ from kvchat.model.packed.quantise import (
     use_blocks,
     use_cpu_products,
 )
-from kvchat.model.read_report import leftovers, refuse_gaps
 from kvchat.model.rounding import Effect, effect_on
 from kvchat.model.spec import ModelSpec, slow_attention
 

@@ -1,14 +1,15 @@
 """PagedModel: a loaded module bound to KV pools. It turns a ForwardBatch into logits."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvchat.core.errors import UsageError
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.cpu.compiled_step import CompiledStep
 from kvchat.model.decoder.families import steps_one_by_one
@@ -111,6 +112,32 @@ class PagedModel:
         self.hidden.switch(is_on=is_on)
         if self.compiled is not None:
             self.compiled.watch = self.hidden.add_stream if is_on else None
+
+    @contextmanager
+    def head_inputs(self) -> Iterator[list[torch.Tensor]]:
+        """Run the block's steps by the modules; yield a list that gets what the head reads of each
+        step's wanted rows, [num_rows, width] float32 behind the last norm: a text's meaning.
+
+        Raises UsageError for a model whose head is no module of its own.
+        """
+        head = self._module.get_output_embeddings()
+        if not isinstance(head, nn.Module):
+            raise UsageError("This model shows no hidden states, so it has no embeddings.")
+        found: list[torch.Tensor] = []
+
+        def collect(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            rows = inputs[0]
+            found.append(rows.detach().reshape(-1, rows.shape[-1]).float())
+            # The logits are not read: one row is enough where the model picks rows itself.
+            return (rows[..., :1, :], *inputs[1:]) if self.keeps_rows else None
+
+        compiled, self.compiled = self.compiled, None
+        hook = head.register_forward_pre_hook(collect)
+        try:
+            yield found
+        finally:
+            hook.remove()
+            self.compiled = compiled
 
     @property
     def device(self) -> torch.device:

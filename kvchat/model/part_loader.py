@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from kvchat.model.checkpoint.source import ModelSource
-from kvchat.model.checkpoint.tensors import Names
+from kvchat.model.checkpoint.tensors import Names, refuse_gaps
 from kvchat.model.decoder.matrices import keep_precise
 from kvchat.model.files.checkpoint_files import read_json
 from kvchat.model.gguf.file import weight_header
@@ -26,7 +26,6 @@ from kvchat.model.loader import (
     ways_to_run,
 )
 from kvchat.model.packed.quantise import quantise, use_blocks, use_cpu_products
-from kvchat.model.read_report import refuse_gaps
 
 
 @dataclass(frozen=True, slots=True)

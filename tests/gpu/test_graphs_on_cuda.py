@@ -11,7 +11,7 @@ from kvchat.bench.engines import complete_all, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY
-from kvchat.engine.assembly import build_speculating_engine
+from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gpu.cuda_graph import CudaGraphs
@@ -151,15 +151,15 @@ def test_a_graph_is_captured_after_all_others_are_gone() -> None:
 def engine_for(directory: Path, has_graphs: bool, draft: Path | None = None) -> Engine:
     cache = CacheConfig(device_bytes=Size(num_bytes=32 << 20))
     model = ModelConfig(str(directory), device="cuda", dtype="float32")
-    return build_speculating_engine(
+    return build_engine(
         find_model(str(directory)),
-        find_model(str(draft)) if draft is not None else None,
         model,
         cache,
         replace(EngineConfig(), graphs=has_graphs),
-        SpeculationConfig("auto" if draft is not None else "off"),
         NO_MEMORY,
         lambda event: None,
+        SpeculationConfig("auto" if draft is not None else "off"),
+        find_model(str(draft)) if draft is not None else None,
     ).engine
 
 

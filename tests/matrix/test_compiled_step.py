@@ -16,7 +16,7 @@ from kvchat.core.types import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.cpu.step_embedding import embedding_into
+from kvchat.model.cpu.step_inputs import embedding_into
 from kvchat.model.cpu.step_operations import Activations, RoundedForm
 from kvchat.model.decoder import decoder, families, reader
 from kvchat.model.loader import load_model

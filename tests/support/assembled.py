@@ -10,7 +10,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.core.stats import TierStatus
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, CachedTokens, Memory
-from kvchat.engine.assembly import AssembledEngine, build_engine, build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, ModelSource, find_model
 from support.greedy_answer import greedy_answer
@@ -44,15 +44,15 @@ def assemble_demo_pair(
     cache: CacheConfig | None = None, draft: ModelSource | None = None
 ) -> AssembledEngine:
     """Return the demo model, guided by its own draft or another."""
-    return build_speculating_engine(
+    return build_engine(
         find_model(DEMO),
-        draft or find_model(DEMO_DRAFT),
         ModelConfig(dtype="float32"),
         cache or CacheConfig(device_bytes=Size(num_bytes=64 * MEBIBYTE)),
         EngineConfig(),
-        SpeculationConfig("auto"),
         NO_MEMORY,
         lambda _: None,
+        SpeculationConfig("auto"),
+        draft or find_model(DEMO_DRAFT),
     )
 
 

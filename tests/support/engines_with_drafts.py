@@ -6,7 +6,7 @@ from pathlib import Path
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
@@ -22,15 +22,15 @@ def build(
     **model: str,
 ) -> AssembledEngine:
     """Without a head, the model drafts with what it has."""
-    return build_speculating_engine(
+    return build_engine(
         find_model(str(target)),
-        find_model(str(head)) if head is not None else None,
         ModelConfig(**{"dtype": "float32", **model}),
         CacheConfig(device_bytes=Size(num_bytes=num_bytes), kv_dtype=kv_dtype, directory=kv),
         EngineConfig(max_context=400, max_step_tokens=32),
-        SpeculationConfig("auto"),
         NO_MEMORY,
         lambda event: None,
+        SpeculationConfig("auto"),
+        find_model(str(head)) if head is not None else None,
     )
 
 

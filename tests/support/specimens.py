@@ -22,6 +22,7 @@ from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_mover import possible_rotations
 from kvchat.engine.kv_storage import kv_geometry, kv_windows
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
@@ -29,7 +30,6 @@ from kvchat.engine.speculation import Speculation
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import compiled_model
 from kvchat.model.gpu.graphs import Capturing, GraphRunner
-from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.spec import LayerSpec

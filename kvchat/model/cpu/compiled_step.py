@@ -18,7 +18,7 @@ import torch
 
 from kvchat.model.batch import ForwardBatch, WindowSlots
 from kvchat.model.cpu.recurrent_prefill import replace_recurrences
-from kvchat.model.cpu.step_embedding import embedding_into
+from kvchat.model.cpu.step_inputs import embedding_into
 from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram
 from kvchat.model.decoder.decoder import Decoder, num_weights
@@ -178,7 +178,7 @@ class CompiledStep:
     ) -> torch.Tensor:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
-        self._embed(batch, sequences.position_end)
+        self._embed(batch)
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
         row = 0
@@ -220,8 +220,8 @@ class CompiledStep:
         units = self._parts.head_units
         return -(-units * min(self.most_ids, self._vocab_size) // self._vocab_size)
 
-    def _embed(self, batch: ForwardBatch, end: int) -> None:
-        """Write the rows of the stream and their angles; all positions are below `end`."""
+    def _embed(self, batch: ForwardBatch) -> None:
+        """Write the rows of the stream and their angles."""
         self._embed_into(batch.token_ids)
         if self._parts.joined is not None:
             self._parts.joined.take(batch.token_ids.shape[0])
@@ -232,7 +232,7 @@ class CompiledStep:
             rows = self._parts.stream.numpy()[: batch.token_ids.shape[0]]
             rows *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():
-            angles.set(batch.positions, end)
+            angles.set(batch.positions)
         if self._parts.query_factors is not None:
             self._parts.query_factors.set(batch.positions)
 

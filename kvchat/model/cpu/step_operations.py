@@ -2,9 +2,11 @@
 
 Block weights are multiplied with rounded activations; rounding is an operation more. The products
 of a mixture's experts are for pairs of a row and an expert (`kvchat_kernels.cpu.experts`).
+
+StepScores adds those that say how much the rows attend to each slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,13 @@ import numpy as np
 import torch
 
 from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
-from kvchat_kernels.cpu import experts, gates, norms, products
+from kvchat_kernels.cpu import attention_kernels, experts, gates, norms, products
+from kvchat_kernels.cpu.attention_task import (
+    AttentionForm,
+    AttentionTask,
+    ScoresRecord,
+    SlotScoresTask,
+)
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
 from kvchat_kernels.cpu.maths import stored_as
@@ -384,3 +392,31 @@ def _product(
     if stored_as(weights.dtype) is None or matrix.num_in % products.COLUMNS:
         raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
     return float_product(weights, values, out, bias=bias, num_out=num_out)
+
+
+class StepScores:
+    """Owns the record of the layers that are scored: `first_heads` has the place of each among the
+    heads of all, by the name of its module.
+    """
+
+    def __init__(self, operations: StepOperations, first_heads: Mapping[str, int]) -> None:
+        self.record = np.zeros(len(ScoresRecord), np.int64)
+        self._operations = operations
+        self._first_heads = first_heads
+
+    def add(self, name: str, form: AttentionForm, task: AttentionTask) -> int | None:
+        """Score a layer whose parts are attended: return the number of the operation that has as
+        many units as attention; None for a layer that is not scored.
+        """
+        first_head = self._first_heads.get(name)
+        if first_head is None:
+            return None
+        scored = SlotScoresTask(
+            **dict(task.items()),
+            slot_scores=self.record,
+            first_head=first_head,
+            totals=self._operations.output("totals of weights", 2 * form.num_heads),
+        )
+        self._operations.add(attention_kernels.totals_kernel(form), scored, None)
+        self._operations.add(attention_kernels.slot_scores_kernel(form), scored, 0)
+        return len(self._operations.all) - 1

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.cpu.step_angles import Angles, QueryFactors
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
+from kvchat.model.cpu.step_inputs import Angles, QueryFactors
 from kvchat.model.cpu.step_joined import JoinedRows, norm_stream
 from kvchat.model.cpu.step_latents import add_latents
 from kvchat.model.cpu.step_operations import (
     Activations,
     StepOperations,
+    StepScores,
     Unfit,
     check_widths,
     floats,
 )
 from kvchat.model.cpu.step_recurrent import RecurrentLayers
-from kvchat.model.cpu.step_scores import StepScores
 from kvchat.model.decoder.decoder import (
     Ahead,
     BesideMlp,

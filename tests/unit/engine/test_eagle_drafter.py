@@ -16,7 +16,7 @@ from kvchat.core.errors import ModelUnsupported
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.speculation import Mode
-from kvchat.model.checkpoint.eagle_form import eagle_form
+from kvchat.model.checkpoint.drafters import eagle_form
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import inspect_model
 from kvchat.model.packed.quantise import pack_of, packed_table

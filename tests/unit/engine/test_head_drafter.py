@@ -15,7 +15,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Speculati
 from kvchat.core.events import TokensGenerated
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import build_speculating_engine
+from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.request import RequestSpec
@@ -42,15 +42,14 @@ def open_with_head(
     step: int = 32,
     kv_dtype: str = "auto",
 ) -> Engine:
-    assembled = build_speculating_engine(
+    assembled = build_engine(
         find_model(str(directory)),
-        None,
         ModelConfig(dtype=dtype),
         CacheConfig(device_bytes=Size(num_bytes=num_bytes), kv_dtype=kv_dtype, directory=None),
         EngineConfig(max_context=400, max_step_tokens=step),
-        SpeculationConfig("auto"),
         NO_MEMORY,
         lambda event: None,
+        SpeculationConfig("auto"),
     )
     return assembled.engine
 

@@ -10,9 +10,8 @@ from kvchat.cache.state_manager import state_blocks
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.text import Size
-from kvchat.engine import kv_choice, kv_effect
-from kvchat.engine.kv_choice import KvChoice, chosen_kv
-from kvchat.engine.kv_effect import kv_notes
+from kvchat.engine import kv_choice
+from kvchat.engine.kv_choice import KvChoice, chosen_kv, kv_notes
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.loader import LoadedModel
 from kvchat.model.rounding import Effect, effect_of
@@ -32,7 +31,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has no tokenizer."""
-    monkeypatch.setattr(kv_effect, "sample_ids", lambda source, count: IDS[:count])
+    monkeypatch.setattr(kv_choice, "sample_ids", lambda source, count: IDS[:count])
 
 
 def notes(loaded: LoadedModel, code: str, memory: FactMemory) -> tuple[str, ...]:
@@ -42,7 +41,7 @@ def notes(loaded: LoadedModel, code: str, memory: FactMemory) -> tuple[str, ...]
 
 def test_what_a_code_changes_is_measured_once(loaded, memory, monkeypatch):
     [first] = notes(loaded, "int4", memory)
-    monkeypatch.setattr(kv_effect, "_predictions", None)
+    monkeypatch.setattr(kv_choice, "_predictions", None)
 
     assert first.startswith("KV in int4 changes ")
     assert "of 80 likeliest tokens (KL " in first
@@ -77,7 +76,7 @@ def test_auto_leaves_room_for_a_snapshot(hybrid: LoadedModel, memory: FactMemory
 
 
 def test_nothing_is_measured_of_plain_kv(loaded, memory, monkeypatch):
-    monkeypatch.setattr(kv_effect, "_predictions", None)
+    monkeypatch.setattr(kv_choice, "_predictions", None)
 
     assert notes(loaded, "auto", memory) == ()
 
@@ -132,7 +131,7 @@ def test_a_model_that_would_answer_otherwise_is_refused_unless_the_user_insists(
         generator = torch.Generator().manual_seed(next(seeds))
         yield torch.randn(len(IDS), 50, generator=generator)
 
-    monkeypatch.setattr(kv_effect, "_predictions", predictions)
+    monkeypatch.setattr(kv_choice, "_predictions", predictions)
     with pytest.raises(ModelError, match=r"would answer otherwise\. KV in k8v4 changes") as caught:
         notes(loaded, "k8v4", memory)
     monkeypatch.setenv("KVCHAT_ROUNDING", "any")
@@ -145,6 +144,6 @@ def test_a_model_without_a_text_to_read_is_not_measured(loaded, memory, monkeypa
     def sample_ids(*_: object) -> list[int]:
         raise OSError(tmp_path)
 
-    monkeypatch.setattr(kv_effect, "sample_ids", sample_ids)
+    monkeypatch.setattr(kv_choice, "sample_ids", sample_ids)
 
     assert notes(loaded, "int4", memory) == ()

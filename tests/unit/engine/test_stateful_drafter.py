@@ -10,10 +10,10 @@ import pytest
 
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams
+from kvchat.engine.draft_model import StatefulDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
-from kvchat.engine.stateful_drafter import StatefulDrafter
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engines_with_drafts import answer, answers_at_once, build
 from support.fixed_drafts import FixedDraftPolicy

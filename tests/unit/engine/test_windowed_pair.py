@@ -15,7 +15,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Speculati
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams, Usage
-from kvchat.engine.assembly import build_speculating_engine
+from kvchat.engine.assembly import build_engine
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
@@ -39,15 +39,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def build(checkpoint: Path, directory: Path | None = None, whole: bool = False) -> Engine:
     source, room = find_model(str(checkpoint)), Size(num_bytes=BUDGET)
     cache = CacheConfig(4, room, kv_dtype="float32", directory=directory, whole_windows=whole)
-    built = build_speculating_engine(
-        source,
+    built = build_engine(
         source,
         ModelConfig(dtype="float32"),
         cache,
         EngineConfig(max_step_tokens=7),
-        SpeculationConfig("draft"),
         NO_MEMORY,
         lambda _: None,
+        SpeculationConfig("draft"),
+        source,
     )
     assert built.ready.draft is not None, built.ready.notes
     speculation = built.engine.speculation

@@ -56,7 +56,6 @@ def test_a_private_table_has_fewer_slots_than_positions() -> None:
         [0, 1, 2, *[-1] * 7],
         [99, 100, *[-1] * 8],
     ]
-    assert batch.sequences.position_end == 101
 
 
 def test_positions_of_slots_ascend() -> None:

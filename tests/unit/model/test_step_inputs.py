@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat.model.cpu.step_angles import Angles
+from kvchat.model.cpu.step_inputs import Angles
 from kvchat.model.cpu.step_operations import Unfit
 
 
@@ -33,7 +33,7 @@ class OfOtherInputs:
 def test_a_module_of_grids_gets_a_grid_of_positions() -> None:
     angles = angles_of(OfGrids())
 
-    angles.set(torch.tensor([5, 900]), 901)
+    angles.set(torch.tensor([5, 900]))
 
     assert angles.half == 4
     expected = torch.tensor([5.0, 900.0]).cos()[:, None].expand(-1, 4)
