@@ -13,8 +13,8 @@ from support.other_process import ROOT, run_python
 _PYTEST = """
 import sys, pytest
 from kvchat_kernels.cpu.code import has_feature
-assert has_feature("avx2") and not has_feature("avx512f")
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
+assert has_feature(sys.argv[1]) and not has_feature("avx512f")
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 _BLOCKS = "tests/matrix/test_linear_blocks.py::test_products_are_those_of_the_unpacked_weights"
 _FLOATS = (
@@ -26,19 +26,22 @@ _STEP = "tests/matrix/test_compiled_step.py::test_a_long_prompt_is_computed_grou
 _KINDS = [f"{_BLOCKS}[compiled-kind{kind}-40]" for kind in (0, 6, 15)]
 _KINDS += [f"{_BLOCKS}[compiled-kind{kind}-1]" for kind in (15, 17)]
 _STEPS = [f"{_STEP}[config1-False-True]"]
+_POINTS = "tests/unit/model/test_grid_blocks.py::test_points_are_looked_up_in_products"
+_GRIDS = [f"{_POINTS}[{name}]" for name in ("IQ3_XXS", "IQ2_S", "IQ1_M", "TQ1_0")]
 
 
 @pytest.mark.parametrize(
     ("level", "needed", "tests"),
     [
-        ("x86-64-v3", "avx2", [*_KINDS, f"{_FLOATS}[dtype1]", *_STEPS]),
+        ("x86-64-v3", "avx2", [*_KINDS, f"{_FLOATS}[dtype1]", *_STEPS, *_GRIDS]),
         pytest.param("x86-64-v3+avxvnni", "avxvnni", _KINDS[1:], marks=pytest.mark.matrix),
+        pytest.param("x86-64-v2", "sse2", _GRIDS, marks=pytest.mark.matrix),
     ],
 )
 def test_the_same_tests_pass_without_avx512(level: str, needed: str, tests: list[str]) -> None:
     if not has_feature(needed):
         pytest.skip(f"the processor has no {needed}")
-    run_python(_PYTEST, *(f"{ROOT}/{test}" for test in tests), KVCHAT_CPU=level)
+    run_python(_PYTEST, needed, *(f"{ROOT}/{test}" for test in tests), KVCHAT_CPU=level)
 
 
 def test_a_level_needs_all_features_of_its_code() -> None:

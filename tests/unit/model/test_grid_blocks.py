@@ -14,13 +14,11 @@ from kvchat.model.gguf import tensors
 from kvchat.model.gguf.file import GgufTensor
 from kvchat.model.gguf.forms import Form
 from kvchat.model.gguf.grid_blocks import GRID_FORMATS, grid_bytes, read_grids
-from kvchat_kernels.cpu.code import has_feature
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised, with_columns, without_grid
 from kvchat_kernels.linear.cpu import BlockProduct
 from kvchat_kernels.linear.gguf_blocks import block_weights
 from kvchat_kernels.linear.table_rows import TableRows, can_read
 from support.matrix import spread
-from support.other_process import run_python
 
 # Bytes of memory beside those of the file, at most.
 _MOST = {"IQ1_M": 1.04}
@@ -113,20 +111,6 @@ def test_points_are_multiplied_with_activations_of_8_bits(name: str) -> None:
     meant = rows.values().double() @ exact.t()
     assert (found - meant).norm() <= 1e-5 * meant.norm()
     assert torch.equal(found[:3], product(x[:3]))
-
-
-@pytest.mark.parametrize("level", spread(["x86-64-v2", "x86-64-v3"], ["x86-64-v3"]))
-def test_points_are_looked_up_on_older_processors(level: str) -> None:
-    if level == "x86-64-v3" and not has_feature("avx2"):
-        pytest.skip("the processor has no avx2")
-    script = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_grid_blocks import assert_products
-for name in ("IQ3_XXS", "IQ2_S", "IQ1_M", "TQ1_0"):
-    assert_products(name)
-"""
-    run_python(script, KVCHAT_CPU=level)
 
 
 @pytest.mark.parametrize("name", ["IQ3_XXS", "IQ2_S", "IQ1_M", "TQ1_0"])

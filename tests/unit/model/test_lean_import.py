@@ -5,6 +5,7 @@ imported what the cases begin with.
 """
 
 import ast
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from support.matrix import spread
 from support.other_process import run_python, start_python
 
 _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+_READ_BY_LIBRARIES = (
+    *("GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM", "LRU_CACHE_CAPACITY"),
+    _LARGE_PAGES,
+)
 _LEAN = "from kvchat.model.hf.lean_import import import_transformers\nimport_transformers()\n"
 _LOGITS = """
 import sys, torch
@@ -166,20 +171,48 @@ print(torch._dynamo.mark_static_address(torch.ones(1)), type(sys.modules["torch.
     assert lean.printed(program) == ["None _StandIn"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at what Linux has loaded")
-def test_torch_is_the_same_with_its_library_loaded_ahead() -> None:
-    program = """
-import sys
+@functools.cache
+def in_a_new_process(large_pages: str | None) -> list[str]:
+    """Load torch's library ahead, and torch and transformers, as `kvchat` does; return the lines
+    that say what torch computes and which variables libraries and other programs have."""
+    variables = {} if large_pages is None else {_LARGE_PAGES: large_pages}
+    program = f"""
+import ctypes, os, sys
 from pathlib import Path
+from kvchat.cli.main import set_library_environment
 from kvchat.model.hf import lean_import
+for name in {_READ_BY_LIBRARIES}:
+    if name not in {[*variables]}:
+        os.environ.pop(name, None)
+set_library_environment()
 lean_import.load_library()
 print("torch" in sys.modules, "libtorch_cpu" in Path("/proc/self/maps").read_text())
 lean_import.import_transformers()
 lean_import.load_library()
 import torch
 print((torch.arange(6.0).view(2, 3) @ torch.ones(3, 1)).tolist(), torch.get_num_threads() > 0)
+from kvchat.model.device import limit_kept_shapes
+limit_kept_shapes()
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print([getenv(name.encode()).decode() for name in {_READ_BY_LIBRARIES}])
+print([os.environ.get(name) for name in {_READ_BY_LIBRARIES}])
 """
-    assert run_python(program).splitlines() == ["False True", "[[3.0], [12.0]] True"]
+    return run_python(program, **variables).splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at what Linux has loaded")
+def test_torch_is_the_same_with_its_library_loaded_ahead() -> None:
+    assert in_a_new_process(None)[:2] == ["False True", "[[3.0], [12.0]] True"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at what Linux has loaded")
+@pytest.mark.parametrize(("given", "read"), spread([(None, "1"), ("0", "0")], [(None, "1")]))
+def test_what_libraries_alone_read_is_not_left_to_other_programs(given, read):
+    """Tools, editors and clients that kvchat starts had variables that the user had not set."""
+    for_libraries, for_others = map(ast.literal_eval, in_a_new_process(given)[2:])
+    assert for_libraries == ["3000", "false", "64", read]
+    assert for_others == [None, None, None, given]
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
@@ -233,28 +266,3 @@ import transformers
 print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils.__name__)
 """
     assert run_python(program).split() == ["module", "transformers.modeling_utils"]
-
-
-@pytest.mark.parametrize(("given", "read"), spread([(None, "1"), ("0", "0")], [(None, "1")]))
-def test_what_libraries_alone_read_is_not_left_to_other_programs(given, read, monkeypatch):
-    """Tools, editors and clients that kvchat starts had variables that the user had not set."""
-    names = ("GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM", "LRU_CACHE_CAPACITY", _LARGE_PAGES)
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    if given is not None:
-        monkeypatch.setenv(_LARGE_PAGES, given)
-    program = f"""
-import ctypes, os
-from kvchat.cli.main import set_library_environment
-set_library_environment()
-{_LEAN}
-from kvchat.model.device import limit_kept_shapes
-limit_kept_shapes()
-getenv = ctypes.CDLL(None).getenv
-getenv.restype = ctypes.c_char_p
-print([getenv(name.encode()).decode() for name in {names}])
-print([os.environ.get(name) for name in {names}])
-"""
-    for_libraries, for_others = map(ast.literal_eval, run_python(program).splitlines())
-    assert for_libraries == ["3000", "false", "64", read]
-    assert for_others == [None, None, None, given]
