@@ -552,8 +552,7 @@ class CacheManager:
             assert table.num_committed * self.block_size <= table.capacity
         for block in self._holders(tables):
             expected[block] += 1
-        actual = [self._pool.references[block] for block in range(1, self._pool.num_blocks)]
-        assert actual == expected[1:], "reference counts differ from the users found"
+        assert self._pool.references[1:] == expected[1:], "references differ from the users found"
         assert self._tree.num_locks == len(tables), "locks differ from the live tables"
 
     def _holders(self, tables: list[BlockTable]) -> Iterator[int]:

@@ -142,8 +142,8 @@ class WindowBlocks:
         numbers = [number for number in self._numbers.tolist() if number]
         assert len(set(numbers)) == len(numbers), "two blocks share a window block"
         assert len(numbers) + self.num_free == self.num_usable
-        idle = [*self._passing, *self._idle]
-        assert len(set(idle)) == len(idle)
+        idle = {*self._passing, *self._idle}
+        assert len(idle) == len(self._passing) + len(self._idle)
         for block in self._blocks():
             assert (self._num_users[block] == 0) == (block in idle), f"block {block}"
         assert all(self._numbers[block] for block in idle)
