@@ -67,6 +67,7 @@ from kvchat.model.hf.probe import (
     probe_meta,
     register_probe,
 )
+from kvchat.model.hf.weight_reads import divide_weights
 from kvchat.model.packed.formats import packing_of
 from kvchat.model.packed.matrices import NOWHERE, Keeping, WeightStore
 from kvchat.model.packed.quantise import (
@@ -280,6 +281,7 @@ def _load(
     if source.adapter is not None:
         progress(LoadProgress("merging the adapter"))
         merge(module, source.adapter)
+    divide_weights(module)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)

@@ -23,7 +23,7 @@ from kvchat_kernels.state_buffer import StateBuffer
 
 # Views of other dtypes need aligned offsets, and kernels prefer whole cache lines.
 _ALIGNMENT = 64
-CONV, RECURRENT, _LINEAR, _OWN = "conv", "recurrent", "linear", "own"
+CONV, RECURRENT, _LINEAR, OWN = "conv", "recurrent", "linear", "own"
 # What RWKV starts its running maximum with.
 _LEAST = -1e30
 
@@ -60,29 +60,41 @@ class _PassingThroughMiniMax(MiniMaxCache):
 class _RwkvState(list[torch.Tensor]):
     """RWKV's five tensors [1, hidden_size, num_layers], which its forward writes to in place.
 
-    The last is a maximum over the tokens seen. Before a step binds them they have no memory.
+    They are views of three, in which the numbers of each layer lie together:
+
+    newest rows   [1, num_layers, hidden_size], of channel mixing, and another of time mixing
+    averages      [1, num_layers, 3, channels], the last a maximum over the tokens seen
+
+    Before a step binds them they have no memory.
     """
 
     num_tokens = 0
     layers: tuple[Any, ...] = ()
 
     def __init__(self, config: Any) -> None:
-        hidden, inner = config.hidden_size, config.attention_hidden_size
-        last = (1, config.num_hidden_layers)
-        sizes = [(hidden, torch.bfloat16)] * 2 + [(inner or hidden, torch.float32)] * 3
-        super().__init__(
-            torch.empty(last[0], size, last[1], dtype=dtype, device="meta") for size, dtype in sizes
+        super().__init__([torch.empty(0)] * 5)
+        num_layers, hidden = config.num_hidden_layers, config.hidden_size
+        channels = config.attention_hidden_size or hidden
+        self._own = (
+            torch.empty(1, num_layers, hidden, dtype=torch.bfloat16, device="meta"),
+            torch.empty(1, num_layers, hidden, dtype=torch.bfloat16, device="meta"),
+            torch.empty(1, num_layers, 3, channels, dtype=torch.float32, device="meta"),
         )
+        for index, value in enumerate(self._own):
+            self.bind(0, index, value, has_past=True)
 
     def tensors(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield each tensor with the layer and the number it is bound under."""
-        yield from ((0, index, value) for index, value in enumerate(self))
+        yield from ((0, index, value) for index, value in enumerate(self._own))
 
     def bind(self, layer: int, index: int, view: torch.Tensor, has_past: bool) -> None:
         """Let the model write to a tensor; one without a past gets its first value."""
+        parts = (view,) if view.shape == self._own[0].shape else view.unbind(2)
+        self[index : index + len(parts)] = [part.transpose(1, 2) for part in parts]
         if not has_past:
-            view.fill_(_LEAST if index == len(self) - 1 else 0.0)
-        self[index] = view
+            view.zero_()
+            if len(parts) > 1:
+                parts[-1].fill_(_LEAST)
 
 
 class _XlstmState:
@@ -152,7 +164,7 @@ def read_state(cache: Any, own_dtype: torch.dtype) -> tuple[StateTensor, ...]:
 def _held(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
     own_tensors = getattr(cache, "tensors", None)
     if own_tensors is not None:
-        yield from ((layer, _OWN, index, value) for layer, index, value in own_tensors())
+        yield from ((layer, OWN, index, value) for layer, index, value in own_tensors())
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for kind, states in (
@@ -216,7 +228,7 @@ class StateIo:
             self._bind(tensor, view, has_past=state.num_tokens > 0)
         yield cache
         for tensor, view in zip(self._tensors, state.views, strict=True):
-            if tensor.kind == _OWN:  # written in place
+            if tensor.kind == OWN:  # written in place
                 continue
             value = self._value(tensor)
             if value.data_ptr() != view.data_ptr():  # some layers replace their tensor
@@ -232,7 +244,7 @@ class StateIo:
         return tuple(views)
 
     def _bind(self, tensor: StateTensor, view: torch.Tensor, has_past: bool) -> None:
-        if tensor.kind == _OWN:
+        if tensor.kind == OWN:
             self._cache.bind(tensor.layer, tensor.index, view, has_past)
             return
         if tensor.kind == _LINEAR:

@@ -13,7 +13,12 @@ from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import CompiledStep
-from kvchat.model.cpu.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
+from kvchat.model.cpu.recurrent_prefill import (
+    DeltaPrefill,
+    MambaPrefill,
+    RecurrentPrefill,
+    TimeMixingPrefill,
+)
 from kvchat.model.decoder.decoder import Decoder
 from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model
@@ -130,6 +135,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a transformer ahead, selective": ("zamba, mamba-1", {"n_mamba_heads": 4}),
+    "averages over time": ("rwkv", {"num_hidden_layers": 4, "rescale_every": 2}),
+    "averages over time, of more channels": (
+        "rwkv",
+        {"attention_hidden_size": 96, "intermediate_size": 160, "rescale_every": 0},
+    ),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
@@ -141,7 +151,7 @@ _KINDS = [
     "inputs apart",
     "channels decay",
     *("factors that are sigmoids", "mamba", "mamba, groups and biases", "mamba beside attention"),
-    *("selective", "selective, normed", "selective beside attention"),
+    *("selective", "selective, normed", "selective beside attention", "averages over time"),
 ]
 
 
@@ -322,6 +332,7 @@ def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) ->
         ("parts of key heads together", DeltaPrefill),
         ("mamba", MambaPrefill),
         ("mamba beside attention", MambaPrefill),
+        ("averages over time", TimeMixingPrefill),
     ],
 )
 def test_prompts_take_kernels_until_the_step_is_abandoned(name, kind, tmp_path, monkeypatch):
@@ -329,7 +340,7 @@ def test_prompts_take_kernels_until_the_step_is_abandoned(name, kind, tmp_path, 
     num_rows: list[int] = []
     rule = kind._rule
 
-    def counted(self: RecurrentPrefill, *arguments: Any) -> Any:
+    def counted(self: RecurrentPrefill | TimeMixingPrefill, *arguments: Any) -> Any:
         if self._layer == 0:
             num_rows.append(arguments[-1])
         return rule(self, *arguments)
@@ -355,6 +366,7 @@ _FEWER_BITS: list[tuple[dict[str, str], float]] = [
 _IN_BITS = [
     *("fewer key heads", "parts of key heads together", "short convolutions", "mamba"),
     *("mamba, no attention", "selective, normed", "selective beside attention"),
+    "averages over time",
 ]
 
 

@@ -11,6 +11,7 @@ from kvchat_kernels.cpu.attention_kernels import attention_kernel, joining_kerne
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import NUM_HEADERS, NUM_OF_SEQUENCE, Header
+from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
 
@@ -37,6 +38,33 @@ def run_units(operation: Operation, num_units: int, num_threads: int) -> None:
     program.units[0] = num_units
     program.prepare()
     program.run(num_threads)
+
+
+def run(
+    kernel: Any,
+    task: Task,
+    num_units: int,
+    states: list[torch.Tensor] | None = None,
+    counts: list[int] | None = None,
+) -> None:
+    """Run a kernel; of sequences with `states`, so many rows each, it has `num_units` for each."""
+    counts = counts or [1]
+    numbers: np.ndarray[Any, Any] = header(sum(counts))
+    if states is not None:
+        named = sequences(states, counts)
+        numbers[Header.SEQUENCES] = named.ctypes.data
+        num_units *= len(counts)
+    run_units(Operation(kernel, task, numbers, None), num_units, 2)
+
+
+def of_inputs(inputs: torch.Tensor) -> dict[str, Any]:
+    """What a task says of its inputs."""
+    return {"inputs": inputs, "stride": inputs.stride(0) * 4, "place": 0}
+
+
+def in_order(counts: list[int]) -> list[int]:
+    """The sequence of each row."""
+    return [index for index, count in enumerate(counts) for _ in range(count)]
 
 
 def attended(

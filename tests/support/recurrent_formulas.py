@@ -104,6 +104,32 @@ def selective_step(
     return state @ c + x * skips
 
 
+def mixed_rows(x: torch.Tensor, mixes: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """Return a row of RWKV mixed with the row before, `newest`, which gets the row.
+
+    x        float32 [width]
+    mixes    float32 [number, width], as is the result: how much of `x` each has
+    newest   [width]
+    """
+    mixed = mixes * x + (1 - mixes) * newest.float()
+    newest.copy_(x)
+    return mixed
+
+
+def averaged(
+    keys: torch.Tensor, values: torch.Tensor, rates: torch.Tensor, bonuses: torch.Tensor
+) -> torch.Tensor:
+    """Return what the newest row of RWKV reads of all rows so far, [channels].
+
+    keys, values     [rows, channels], the newest last
+    rates, bonuses   [channels]
+    """
+    ages = torch.arange(len(keys) - 2, -2, -1).clamp(min=0)
+    exponents = keys + ages[:, None] * rates
+    exponents[-1] += bonuses
+    return (exponents.softmax(dim=0) * values).sum(dim=0)
+
+
 def group_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return x [groups, width], each group normed, times weight [groups, width]."""
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight

@@ -76,6 +76,7 @@ class Activation(StrEnum):
     SQUARED_RELU = "squared relu"
     XIELU = "xielu"
     LIMITED = "limited"
+    SIGMOID = "sigmoid"
 
 
 @kernel("heads", HeadsTask)
@@ -170,6 +171,8 @@ def _activated(code: Code, x: Value, activation: Activation) -> Value:
     if activation is Activation.SQUARED_RELU:
         positive = code.greatest(x, 0.0)
         return positive * positive
+    if activation is Activation.SIGMOID:
+        return sigmoid(code, x)
     if activation is Activation.XIELU:
         return _xielu(code, x)
     half, one = code.floats(0.5), code.floats(1.0)

@@ -23,7 +23,7 @@ from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram
 from kvchat.model.decoder.decoder import Decoder, num_weights
 from kvchat.model.decoder.reader import read_decoder
-from kvchat.model.decoder.recurrent import Mamba, SelectiveScan
+from kvchat.model.decoder.recurrent import Mamba, SelectiveScan, TimeMixing
 from kvchat.model.packed.experts import lay_by_rows
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.cpu.attention_task import JOB_ROWS
@@ -321,9 +321,10 @@ def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[i
     parts = [part for layer in decoder.layers for part in (layer.attention, layer.beside)]
     if any(isinstance(part, SelectiveScan) for part in parts):
         return _ALL_ROWS, _ALL_ROWS  # modules compute their prompts row by row
-    if decoder.state:
+    is_by_torch = isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype)
+    if decoder.state and (is_by_torch or not any(isinstance(part, TimeMixing) for part in parts)):
         return _MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE
-    if isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype):
+    if is_by_torch:
         return _MOST_ROWS_BESIDE_TORCH, _MOST_OF_ONE_BESIDE_TORCH
     return _ALL_ROWS, _ALL_ROWS
 

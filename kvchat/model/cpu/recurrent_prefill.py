@@ -1,25 +1,28 @@
-"""Prompts of gated delta nets and Mamba-2 on a CPU: the recurrence in compiled kernels.
+"""Prompts of gated delta nets, Mamba-2 and RWKV on a CPU: the recurrence in compiled kernels.
 
 transformers computes it in chunks, by dozens of operators of torch over float32 copies, which take
 most of a prompt's time. Here a module keeps its linear layers, whichever form their weights have,
-and what lies between them runs in three kernels (`kvchat_kernels.cpu.delta_rows`, `mamba_rows`).
+and what lies between them runs in three kernels (`kvchat_kernels.cpu.delta_rows`, `mamba_rows`), of
+RWKV in the one of its steps. RWKV's it computes row by row.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from kvchat.model.cpu.step_operations import StepOperations
 from kvchat.model.decoder.matrices import Matrix
-from kvchat.model.decoder.recurrent import DeltaNet, Mamba
+from kvchat.model.decoder.recurrent import DeltaNet, Mamba, TimeMixing
 from kvchat.model.state import bound_state
-from kvchat_kernels.cpu import delta_rows, mamba_rows
+from kvchat_kernels.cpu import delta_rows, mamba_rows, rwkv
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.program import Program
-from kvchat_kernels.cpu.step import set_num_rows
+from kvchat_kernels.cpu.step import Header, OfSequence, set_num_rows
+from kvchat_kernels.cpu.task import Numbers
 
 
 class RecurrentPrefill:
@@ -196,10 +199,60 @@ class MambaPrefill(RecurrentPrefill):
         return out
 
 
-def _run(kernels: Sequence[tuple[Kernel[OfTask], int]], task: OfTask, num_rows: int) -> None:
+class TimeMixingPrefill:
+    """Stands for the forward of RWKV's time mixing, as RecurrentPrefill does for others."""
+
+    def __init__(self, module: Any, mixing: TimeMixing) -> None:
+        self._module = module
+        self._own = module.forward
+        self._mixing = mixing
+        self._layer = mixing.layer
+
+    def __call__(
+        self, hidden: torch.Tensor, state: Any = None, use_cache: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        is_prompt = hidden.shape[0] == 1 < hidden.shape[1]
+        if not (is_prompt and getattr(state, "takes_kernels", False)):
+            own: tuple[torch.Tensor, Any] = self._own(hidden, state=state, use_cache=use_cache)
+            return own
+        receptance, key, value, state = self._module.extract_key_value(hidden, state=state)
+        averages = state[2][0, :, self._layer]  # the three of a layer lie one behind another
+        read = self._rule(torch.cat((key, value), dim=-1)[0], averages, hidden.shape[1])
+        return self._module.output(receptance * read.to(hidden.dtype)), state
+
+    def _rule(self, inputs: torch.Tensor, state: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return what rows of keys and values read, [rows, channels]; `state` is where S begins."""
+        mixing, inputs, num_channels = self._mixing, inputs.float(), len(state)
+        out = torch.empty(num_rows, num_channels, dtype=torch.float32)
+        task = rwkv.AverageTask(
+            inputs=inputs,
+            stride=inputs.stride(0) * 4,
+            place=0,
+            rates=mixing.rates,
+            bonuses=mixing.bonuses,
+            out=out,
+            state=0,
+        )
+        sequence = np.zeros(len(OfSequence), np.int64)
+        for place in (OfSequence.COUNT, OfSequence.NUM_SURE):
+            sequence[place] = num_rows
+        sequence[OfSequence.STATE] = state.data_ptr()
+        kernel = rwkv.average_kernel(num_channels, is_gated=False)
+        _run([(kernel, rwkv.num_units(num_channels))], task, num_rows, sequence)
+        return out
+
+
+def _run(
+    kernels: Sequence[tuple[Kernel[OfTask], int]],
+    task: OfTask,
+    num_rows: int,
+    sequence: Numbers | None = None,
+) -> None:
     """Run kernels of one task one after another, each with its number of units."""
     operations = StepOperations()
     set_num_rows(operations.header, num_rows)
+    if sequence is not None:
+        operations.header[Header.SEQUENCES] = sequence.ctypes.data
     for kernel, num_units in kernels:
         operations.add(kernel, task, num_units)
     program = Program(operations.all)
@@ -212,21 +265,27 @@ def replace_recurrences(module: nn.Module, parts: Iterable[object]) -> None:
 
     `parts` are its layers as the decoder has them; kinds that have no kernels stay as they are.
     """
-    kinds = (DeltaNet, Mamba)
-    by_layer: dict[Any, DeltaNet | Mamba] = {
+    kinds = (DeltaNet, Mamba, TimeMixing)
+    by_layer: dict[Any, DeltaNet | Mamba | TimeMixing] = {
         part.layer: part for part in parts if isinstance(part, kinds) and _takes(part)
     }
     for each in module.modules() if by_layer else ():
         # A layer's other parts know its number as well.
-        part = by_layer.get(getattr(each, "layer_idx", None)) if hasattr(each, "A_log") else None
+        name = "layer_idx" if hasattr(each, "A_log") else "layer_id"
+        is_mixer = hasattr(each, "A_log") or hasattr(each, "time_decay")
+        part = by_layer.get(getattr(each, name, None)) if is_mixer else None
         if isinstance(part, DeltaNet):
             each.forward = DeltaPrefill(each, part)
-        elif part is not None:
+        elif isinstance(part, Mamba):
             each.forward = MambaPrefill(each, part)
+        elif part is not None:
+            each.forward = TimeMixingPrefill(each, part)
 
 
-def _takes(part: DeltaNet | Mamba) -> bool:
+def _takes(part: DeltaNet | Mamba | TimeMixing) -> bool:
     """Return whether the kernels take a layer: of whole vectors, and as its step is computed."""
+    if isinstance(part, TimeMixing):
+        return not part.keys.num_out % LANES
     convolution = part.convolution
     if isinstance(part, DeltaNet):
         widths = part.form.key_dim, part.form.value_dim

@@ -2,9 +2,8 @@
 
 import torch
 
-from kvchat.model.cpu.step_operations import StepOperations, Unfit, floats
+from kvchat.model.cpu.step_operations import StepOperations, floats
 from kvchat.model.decoder.decoder import Joined
-from kvchat.model.decoder.matrices import Norm
 from kvchat_kernels.cpu.mamba import GroupNormTask, group_norm_kernel
 from kvchat_kernels.cpu.task import Numbers
 
@@ -52,7 +51,7 @@ class JoinedRows:
             source = operations.input("joined", self.rows.shape[1])
             operations.products((part.projection,), source, self.rows, stream)
         if part.of_stream is not None:
-            norm_stream(operations, part.of_stream, stream)
+            operations.norm_rows(part.of_stream, stream, stream)
 
     def take(self, num_rows: int) -> None:
         """Write the hidden states of the next rows, or the streams that they are made of."""
@@ -69,10 +68,3 @@ class JoinedRows:
                 units[index] = 0
             elif num_units:
                 units[index] = num_units
-
-
-def norm_stream(operations: StepOperations, norm: Norm, stream: torch.Tensor) -> None:
-    """Norm the stream in place; raises Unfit for a norm that centres."""
-    if norm.bias is not None:
-        raise Unfit("has embedded tokens with another norm")
-    operations.norm_rows(norm, stream, stream)

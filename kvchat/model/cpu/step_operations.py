@@ -306,11 +306,17 @@ class StepOperations:
         self.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
     def norm_rows(self, norm: Norm, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Norm rows, not centred, into others of the same width."""
+        """Norm rows into others of the same width, which may be the same."""
         task = NormTask(
-            stream=x, width=x.shape[1], weight=norm.weight, out=out, epsilon=norm.epsilon
+            stream=x,
+            width=x.shape[1],
+            weight=norm.weight,
+            out=out,
+            bias=norm.bias,
+            epsilon=norm.epsilon,
         )
-        self.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+        form = NormForm(adds=False, centres=norm.bias is not None)
+        self.add(norms.norm_kernel(form), task, None)
 
     def reorder(self, x: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
         """Write the numbers of rows that `order` names, int32, to the beginnings of others."""

@@ -15,7 +15,7 @@ import torch
 
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
 from kvchat.model.cpu.step_inputs import Angles, QueryFactors
-from kvchat.model.cpu.step_joined import JoinedRows, norm_stream
+from kvchat.model.cpu.step_joined import JoinedRows
 from kvchat.model.cpu.step_latents import add_latents
 from kvchat.model.cpu.step_operations import (
     Activations,
@@ -197,7 +197,7 @@ class StepProgram:
         output: _Output | None = None
         recurrent = RecurrentLayers(self._operations, self._decoder.state, self._dtype)
         if self._decoder.first_norm is not None:
-            norm_stream(self._operations, self._decoder.first_norm, self.stream)
+            self._operations.norm_rows(self._decoder.first_norm, self.stream, self.stream)
         if self._decoder.joined is not None:
             self.joined = JoinedRows(self._decoder.joined, self._operations, self.stream)
         joins = self._decoder.joined is not None and self._decoder.joined.projection is None

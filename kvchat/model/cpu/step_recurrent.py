@@ -1,20 +1,25 @@
-"""Layers with a state in a step's program: gated delta nets, Mamba 1 and 2, short convolutions.
+"""Layers with a state in a step's program: delta nets, Mamba 1 and 2, short convolutions, RWKV.
 
 Operations of each are: products of the inputs, what keeps those of guesses, the convolution, the
 step of the state with its gate and norm, where there is one, and output. Qwen3-Next has the parts
-of each key head side by side; one more puts them in order.
+of each key head side by side; one more puts them in order. RWKV's mix their input with the row
+before in place of a convolution.
 
 A state never reads a guess: it reads its inputs in the next step, if the guess was right.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from kvchat.model.cpu.step_experts import add_mlp
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
+from kvchat.model.decoder.decoder import Mlp
 from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
 from kvchat.model.decoder.recurrent import (
+    ChannelMixing,
     Convolution,
     DeltaNet,
     Mamba,
@@ -22,14 +27,17 @@ from kvchat.model.decoder.recurrent import (
     SelectiveHead,
     SelectiveScan,
     ShortConvolution,
+    TimeMixing,
 )
 from kvchat.model.spec import StateTensor
-from kvchat.model.state import CONV, RECURRENT, state_offsets
-from kvchat_kernels.cpu import convolution, delta, mamba, selective
+from kvchat.model.state import CONV, OWN, RECURRENT, state_offsets
+from kvchat_kernels.cpu import convolution, delta, gates, mamba, rwkv, selective
 from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
 from kvchat_kernels.cpu.delta import DeltaTask
+from kvchat_kernels.cpu.gates import Activation, SideTask
 from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.rwkv import AverageTask, ShiftTask
 from kvchat_kernels.cpu.selective import SelectiveInputsTask, SelectiveTask
 from kvchat_kernels.cpu.step import Header, InputsTask, guesses_kernel
 
@@ -46,21 +54,25 @@ class RecurrentLayers:
         self._operations = operations
         offsets = state_offsets(tensors, dtype)
         self._places = {
-            (tensor.layer, tensor.kind): (tensor.shape, offset, tensor.dtype or dtype)
+            (tensor.layer, tensor.kind, tensor.index): (tensor.shape, offset, tensor.dtype or dtype)
             for tensor, offset in zip(tensors, offsets, strict=True)
-            if tensor.index == 0
         }
 
     def add(
         self, part: Recurrent, source: Activations, values: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Add a layer of `values` [rows, hidden], rounded into `source`; it writes `out`."""
+        if isinstance(part, ChannelMixing):
+            self._channel_mixing(part, values, out)
+            return
         if isinstance(part, DeltaNet):
             read = self._delta_net(part, source, values)
         elif isinstance(part, Mamba):
             read = self._mamba(part, source, values)
         elif isinstance(part, SelectiveScan):
             read = self._selective_scan(part, source, values)
+        elif isinstance(part, TimeMixing):
+            read = self._time_mixing(part, values)
         else:
             read = self._short_convolution(part, source, values)
         self._operations.products((part.out,), read, read.floats, out)
@@ -207,6 +219,70 @@ class RecurrentLayers:
         self._convolution(part.convolution, part.layer, of_inputs, mixed, out, is_gated=True)
         return summed
 
+    def _time_mixing(self, part: TimeMixing, values: torch.Tensor) -> Activations:
+        operations, channels = self._operations, part.keys.num_out
+        check_widths(channels)
+        inputs = operations.output("keys and values", 2 * channels)
+        receptances = operations.output("receptances", channels)
+        outs = inputs, receptances, inputs[:, channels:]
+        matrices = part.keys, part.receptances, part.values
+        mixed = self._mixed(part.mixes, part.layer, 1, values)
+        for matrix, source, out in zip(matrices, mixed, outs, strict=True):
+            operations.products((matrix,), source, source.floats, out)
+        state, dtype = self._own_place(part.layer, 2, (3, channels))
+        if dtype != torch.float32:
+            raise Unfit("has a state of another form")
+        read = operations.input("averages", channels)
+        task = AverageTask(
+            **self._of_inputs(inputs),
+            gates=receptances,
+            rates=part.rates,
+            bonuses=part.bonuses,
+            out=read.floats,
+            state=state,
+        )
+        operations.add_of_sequences(rwkv.average_kernel(channels), task, rwkv.num_units(channels))
+        return read
+
+    def _channel_mixing(self, part: ChannelMixing, values: torch.Tensor, out: torch.Tensor) -> None:
+        operations, width = self._operations, out.shape[1]
+        for_keys, for_gates = self._mixed(part.mixes, part.layer, 0, values)
+        mlp = Mlp((part.keys,), part.values, Activation.SQUARED_RELU, is_gated=False)
+        add_mlp(operations, mlp, for_keys, for_keys.floats, out)
+        receptances = operations.output("receptances", width)
+        operations.products((part.receptances,), for_gates, for_gates.floats, receptances)
+        stride = out.stride(0) * 4
+        task = SideTask(gate=receptances, side=out, side_stride=stride, out=out, width=width)
+        operations.add(gates.side_kernel(Activation.SIGMOID), task, None)
+
+    def _mixed(
+        self, mixes: torch.Tensor, layer: int, index: int, values: torch.Tensor
+    ) -> list[Activations]:
+        """Return `values` mixed with the rows before them, once for each row of `mixes`.
+
+        `index` is the number of the state's tensor that has the newest row.
+        """
+        width = values.shape[1]
+        state, dtype = self._own_place(layer, index, (width,))
+        stored = stored_as(dtype)
+        if stored is None:
+            raise Unfit("has a state of another form")
+        names = ("keys", "receptances", "values")[: len(mixes)]
+        mixed = [self._operations.input(f"mixed for {name}", width) for name in names]
+        keys, receptances, *others = (each.floats for each in mixed)
+        task = ShiftTask(
+            **self._of_inputs(values),
+            width=width,
+            mixes=mixes,
+            state=state,
+            keys=keys,
+            receptances=receptances,
+            values=others[0] if others else None,
+        )
+        kernel = rwkv.shift_kernel(stored, bool(others))
+        self._operations.add_of_sequences(kernel, task, rwkv.num_units(width, are_mixed=True))
+        return mixed
+
     def _inputs(
         self,
         name: str,
@@ -243,10 +319,18 @@ class RecurrentLayers:
 
     def _place(self, layer: int, kind: str, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """Return where a tensor begins in the bytes of a sequence's state, and its dtype."""
-        found = self._places.get((layer, kind))
+        found = self._places.get((layer, kind, 0))
         if found is None or found[0] != (1, *shape):
             raise Unfit("has a state of another form")
         return found[1:]
+
+    def _own_place(self, layer: int, index: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
+        """Return the same of a layer's part of a tensor that has those of all layers: RWKV's."""
+        found = self._places.get((0, OWN, index))
+        if found is None or found[0][2:] != shape:
+            raise Unfit("has a state of another form")
+        _, offset, dtype = found
+        return offset + layer * prod(shape) * dtype.itemsize, dtype
 
     def _state(self, layer: int, shape: tuple[int, ...]) -> int:
         """Return where the state of a recurrence begins, which kernels take in float32."""

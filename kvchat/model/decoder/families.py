@@ -15,12 +15,14 @@ from kvchat.model.decoder.decoder import Routing
 from kvchat.model.decoder.matrices import Unknown, float_values
 from kvchat.model.decoder.recurrent import (
     Recurrent,
+    read_channel_mixing,
     read_delta_net,
     read_kimi_delta_net,
     read_mamba,
     read_olmo_delta_net,
     read_selective_scan,
     read_short_convolution,
+    read_time_mixing,
     read_zamba_scan,
 )
 from kvchat_kernels.cpu.experts import ExpertSets, Factors
@@ -87,7 +89,8 @@ class Family:
     """What types differ in. `norm_offset` is added to the weights of norms.
 
     known         see Known
-    last_norm, rotary   the names of the norm before the head, and of the module for angles
+    layers, last_norm, rotary   the names of the list of layers, of the norm before the head, and of
+                  the module for angles
     attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
     normalises    whether factors of experts have the sum 1; None: the configuration says it
     is_gated      whether heads of attention are gated
@@ -98,6 +101,7 @@ class Family:
     recurrent     the name of the part of a layer that keeps a state, and what reads it
     recurrent_norms    the norms of such layers; None: those of others
     has_halves    whether a layer is attention, or a part with a state, or an MLP, with one norm
+    state_halves  of layers of two halves with a state: the norm of each, its name, what reads it
     routing       what reads how factors of experts are made of scores; None: of softmax alone
     rotated       which layers rotate their heads
     turns_back    whether heads are rotated by the angles' opposites
@@ -116,6 +120,7 @@ class Family:
 
     norms: _Names = _LLAMA
     norm_offset: float = 0.0
+    layers: str = "layers"
     last_norm: str = "norm"
     rotary: str | None = "rotary_emb"
     attention: str = "self_attn"
@@ -131,6 +136,7 @@ class Family:
     recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
     recurrent_norms: _Names | None = None
     has_halves: bool = False
+    state_halves: tuple[tuple[str, str, Callable[[Any, int], Recurrent]], ...] = ()
     routing: Callable[[Any, Any], Routing] | None = None
     rotated: Rotated = Rotated.ALL
     turns_back: bool = False
@@ -306,6 +312,15 @@ FAMILIES = {
         normalises=False,
         recurrent=("mamba", read_selective_scan),
         steps_one_by_one=True,
+    ),
+    "rwkv": Family(
+        layers="blocks",
+        last_norm="ln_out",
+        rotary=None,
+        state_halves=(
+            ("ln1", "attention", read_time_mixing),
+            ("ln2", "feed_forward", read_channel_mixing),
+        ),
     ),
     "gpt_oss": Family(router="router", normalises=True, has_half_angles=True),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),

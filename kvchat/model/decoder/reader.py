@@ -8,6 +8,7 @@ know. A compiled step needs all of a model; a GPU takes the parts of layers that
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -109,6 +110,7 @@ class _Reader:
     ) -> None:
         self._module = module
         self._owner = owner
+        self._blocks = getattr(owner, family.layers)
         self._config = owner.config
         self._spec = spec
         self._family = family
@@ -125,6 +127,9 @@ class _Reader:
         config = self._config
         head = self._module.get_output_embeddings()
         norm = self._norm(getattr(self._owner, self._family.last_norm), config.hidden_size)
+        first_norm = norm if self._family.norms_embedding else None
+        if hasattr(self._blocks[0], "pre_ln"):  # RWKV's
+            first_norm = self._norm(self._blocks[0].pre_ln, config.hidden_size)
         embedding = self._module.get_input_embeddings()
         return Decoder(
             embedding=getattr(embedding, "of_tokens", embedding),
@@ -132,13 +137,13 @@ class _Reader:
             norm=norm,
             head=matrix_of(head),
             rotary=self._rotary,
-            residual_factor=float(getattr(self._owner.layers[0], "residual_multiplier", 1.0)),
+            residual_factor=float(getattr(self._blocks[0], "residual_multiplier", 1.0)),
             embedding_factor=float(getattr(self._owner, "embedding_multiplier", 1.0)),
             logits_divisor=self._logits_divisor(),
             logits_softcap=self._logits_softcap(),
             query_scale=self._query_scale(),
             state=self._spec.state,
-            first_norm=norm if self._family.norms_embedding else None,
+            first_norm=first_norm,
             turns_back=self._family.turns_back,
             has_half_angles=self._family.has_half_angles,
             side_inputs=self._side_inputs(),
@@ -211,20 +216,21 @@ class _Reader:
                 raise Unknown("shares KV between layers")
             specs[int(path[-2])] = spec
         recurrent = self._family.recurrent
-        if self._family.has_halves:
-            layers = enumerate(self._owner.layers)
-            return tuple(self._half(layer, index, specs.get(index)) for index, layer in layers)
-        if self._family.has_ahead:
-            layers = enumerate(self._owner.layers)
-            return tuple(self._with_ahead(each, index, specs.get(index)) for index, each in layers)
+        if self._family.state_halves:
+            halves = (self._state_halves(layer, at) for at, layer in enumerate(self._blocks))
+            return tuple(chain.from_iterable(halves))
+        if self._family.has_halves or self._family.has_ahead:
+            read_one = self._half if self._family.has_halves else self._with_ahead
+            layers = enumerate(self._blocks)
+            return tuple(read_one(layer, index, specs.get(index)) for index, layer in layers)
         if recurrent is None:
             return tuple(
-                self._layer(self._owner.layers[index], self._attention_of(index, spec))
+                self._layer(self._blocks[index], self._attention_of(index, spec))
                 for index, spec in specs.items()
             )
         name, read = recurrent
         found = []
-        for index, layer in enumerate(self._owner.layers):
+        for index, layer in enumerate(self._blocks):
             spec_here = specs.get(index)
             is_attention = spec_here is not None and name == self._family.attention
             mixer = None if is_attention else getattr(layer, name, None)
@@ -251,6 +257,22 @@ class _Reader:
             mlp = self._mlp_or_mixture(block)
             return DecoderLayer(None, mlp, None, None, norm, None)
         return DecoderLayer(part, None, norm, None, None, None)
+
+    def _state_halves(self, block: Any, index: int) -> list[DecoderLayer]:
+        """Read the halves of a layer of RWKV. Behind some layers its stream is divided by two."""
+        every, width = self._config.rescale_every, self._config.hidden_size
+        is_divided = every > 0 and (index + 1) % every == 0
+        halves = [
+            DecoderLayer(
+                read(getattr(block, name), index),
+                None,
+                self._norm(getattr(block, norm), width),
+                *(None, None, None),
+            )
+            for norm, name, read in self._family.state_halves
+        ]
+        halves[-1] = replace(halves[-1], stream_factor=0.5 if is_divided else 1.0)
+        return halves
 
     def _with_ahead(self, layer: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
         """Read a layer of Zamba: Mamba, and what is ahead of it in a hybrid one."""
@@ -286,7 +308,7 @@ class _Reader:
         return replace(read, ahead=ahead)
 
     def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention | None:
-        attention = getattr(self._owner.layers[index], self._family.attention)
+        attention = getattr(self._blocks[index], self._family.attention)
         return self._if_known(Known.ATTENTION, lambda: self._attention(attention, spec, index))
 
     def _if_known(self, part: Known, read: Callable[[], _Part]) -> _Part | None:

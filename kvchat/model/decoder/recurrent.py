@@ -18,6 +18,7 @@ from kvchat.model.decoder.matrices import (
     Matrix,
     Norm,
     Unknown,
+    float_row,
     float_values,
     matrix_of,
 )
@@ -369,4 +370,76 @@ def _order(form: DeltaForm) -> torch.Tensor:
     return torch.cat([piece.flatten() for piece in pieces])
 
 
-Recurrent = Mamba | SelectiveScan | DeltaNet | ShortConvolution
+@dataclass(frozen=True, slots=True)
+class TimeMixing:
+    """The half of RWKV's layers that averages values over time (`kvchat_kernels.cpu.rwkv`).
+
+    mixes       float32 [3, hidden], of the inputs of keys, receptances and values: how much of a
+                row each has, where the rest is of the row before
+    rates, bonuses   float32 [channels]
+    layer       its number in the state of transformers
+    """
+
+    mixes: torch.Tensor
+    keys: Matrix
+    receptances: Matrix
+    values: Matrix
+    rates: torch.Tensor
+    bonuses: torch.Tensor
+    out: Matrix
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.keys, self.receptances, self.values, self.out
+
+
+def read_time_mixing(module: Any, index: int) -> TimeMixing:
+    """Return the time mixing of a layer of RWKV."""
+    return TimeMixing(
+        _read_mixes(module, "key", "receptance", "value"),
+        matrix_of(module.key),
+        matrix_of(module.receptance),
+        matrix_of(module.value),
+        -float_values(module.time_decay).exp(),
+        float_values(module.time_first),
+        matrix_of(module.output),
+        index,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMixing:
+    """The half of RWKV's layers without averages: sigmoid(receptances) * values(relu(keys)^2).
+
+    mixes    float32 [2, hidden], of the inputs of keys and receptances, as of TimeMixing
+    layer    as of TimeMixing
+    """
+
+    mixes: torch.Tensor
+    keys: Matrix
+    receptances: Matrix
+    values: Matrix
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.keys, self.receptances, self.values
+
+
+def read_channel_mixing(module: Any, index: int) -> ChannelMixing:
+    """Return the channel mixing of a layer of RWKV."""
+    return ChannelMixing(
+        _read_mixes(module, "key", "receptance"),
+        matrix_of(module.key),
+        matrix_of(module.receptance),
+        matrix_of(module.value),
+        index,
+    )
+
+
+def _read_mixes(module: Any, *names: str) -> torch.Tensor:
+    return torch.stack([float_row(getattr(module, f"time_mix_{name}")) for name in names])
+
+
+Recurrent = Mamba | SelectiveScan | DeltaNet | ShortConvolution | TimeMixing | ChannelMixing

@@ -22,7 +22,7 @@ from kvchat.model.hf.config_limits import ParameterLimit, TooLarge
 from kvchat.model.hf.gathered import cache_over, spans_of
 from kvchat.model.hf.model_class import MetaModel, operators_on_meta
 from kvchat.model.hf.module_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
-from kvchat.model.hf.weight_reads import watching_reads
+from kvchat.model.hf.weight_reads import divide_weights, watching_reads
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
 from kvchat.model.state import cache_argument, new_state_cache, read_state
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
@@ -379,6 +379,7 @@ def _record(model: Any, config: Any) -> ModelSpec:
     if argument is None:
         raise Refusal("keeps recurrent state in a form of its own")
     cache = new_state_cache(model.config)
+    divide_weights(model)
     # With a cache it does not search, and recurrent layers would read the mask's values.
     with watching_reads(model) as reads:
         _run(model, **{argument: cache}, use_cache=True)

@@ -1,8 +1,7 @@
 """Which linear layers have weights that other code than their own forward reads.
 
-Mamba's mixer multiplies with the weight of its `dt_proj` itself, and RWKV divides some weights in
-place. Such a layer must keep its weight: only a layer that is called can multiply with another
-form of it.
+Mamba's mixer multiplies with the weight of its `dt_proj` itself. Such a layer must keep its weight:
+only a layer that is called can multiply with another form of it.
 """
 
 from collections.abc import Iterator
@@ -48,6 +47,16 @@ def watching_reads(module: nn.Module) -> Iterator[set[str]]:
             hook.remove()
         for layer, weight in shared:
             layer.weight = weight
+
+
+def divide_weights(module: Any) -> None:
+    """Let RWKV divide some of its weights by powers of two in place, as its first step would.
+
+    It divides its stream, for float16, and so what is added to it. After that it reads no weights.
+    """
+    divide = getattr(module.base_model, "_rescale_layers", None)
+    if divide is not None:
+        divide()
 
 
 class _Watch(TorchFunctionMode):

@@ -97,6 +97,7 @@ GATES = {
     gates.Activation.SILU: functional.silu,
     gates.Activation.GELU: functional.gelu,
     gates.Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    gates.Activation.SIGMOID: functional.sigmoid,
 }
 
 

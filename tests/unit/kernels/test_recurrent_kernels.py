@@ -2,47 +2,27 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvchat_kernels.cpu import convolution, delta, delta_rows, gates, mamba, mamba_rows, selective
+from kvchat_kernels.cpu import (
+    convolution,
+    delta,
+    delta_rows,
+    gates,
+    mamba,
+    mamba_rows,
+    selective,
+)
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import Header, OfSequence, guesses_kernel
-from kvchat_kernels.cpu.task import Task
 from support import recurrent_formulas
-from support.cpu_tasks import header, run_units, sequences
+from support.cpu_tasks import header, in_order, of_inputs, run, run_units, sequences
 
 # The rows of a step's sequences: one row, a prompt, rows of several sequences.
 _COUNTS = [[1], [5], [1, 3, 2, 1]]
-
-
-def run(
-    kernel: Any,
-    task: Task,
-    num_units: int,
-    states: list[torch.Tensor] | None = None,
-    counts: list[int] | None = None,
-) -> None:
-    counts = counts or [1]
-    numbers: np.ndarray[Any, Any] = header(sum(counts))
-    if states is not None:
-        named = sequences(states, counts)
-        numbers[Header.SEQUENCES] = named.ctypes.data
-        num_units *= len(counts)
-    run_units(Operation(kernel, task, numbers, None), num_units, 2)
-
-
-def of_inputs(inputs: torch.Tensor) -> dict[str, Any]:
-    """What a task says of its inputs."""
-    return {"inputs": inputs, "stride": inputs.stride(0) * 4, "place": 0}
-
-
-def in_order(counts: list[int]) -> list[int]:
-    """The sequence of each row."""
-    return [index for index, count in enumerate(counts) for _ in range(count)]
 
 
 @pytest.mark.parametrize("counts", _COUNTS)

@@ -126,6 +126,19 @@ def test_layers_that_are_stored_turned_are_changed_turned(tmp_path: Path) -> Non
     assert torch.equal(after.lm_head.weight, before.lm_head.weight)
 
 
+def test_weights_that_a_model_divides_are_changed_before_it_does(tmp_path: Path) -> None:
+    """RWKV halves some weights behind every so many layers."""
+    settings = {"head_dim": None, "attention_hidden_size": 64, "rescale_every": 1}
+    base = save_checkpoint(tmp_path / "rwkv", tiny_model("rwkv", **settings))
+    layer = "rwkv.blocks.1.attention.output"
+    parts = pair(layer, 64, 64)
+    before, after = load(base), load(base, write_adapter(tmp_path / "a", parts))
+    whole = 2 * before.module.get_submodule(layer).weight
+    expected = changed(whole, parts, layer, ALPHA / RANK) / 2
+    torch.testing.assert_close(after.module.get_submodule(layer).weight, expected)
+    assert after.spec.read_elsewhere == ()
+
+
 def test_what_was_trained_whole_replaces_the_models(base: Path, tmp_path: Path) -> None:
     head, norm = torch.randn(272, 64), torch.randn(64)
     tensors = {
