@@ -20,6 +20,7 @@ from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 from support import packers
 from support.checkpoints import save_checkpoint, tiny_model
+from support.matrix import spread
 
 # How weights are packed, the settings that say so, and the most bits of a weight in memory.
 FORMATS: dict[str, tuple[packers.Packer, dict[str, Any], float]] = {
@@ -64,7 +65,10 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [*(("qwen3_moe", name) for name in FORMATS), *((kind, "gptq") for kind in [*TYPES][1:])],
+    spread(
+        [*(("qwen3_moe", name) for name in FORMATS), *((kind, "gptq") for kind in [*TYPES][1:])],
+        always=[("qwen3_moe", "nvfp4"), ("qwen3_moe", "fp8"), ("mixtral", "gptq")],
+    ),
 )
 def test_experts_with_a_tensor_each_stay_in_blocks(model_type, name, tmp_path, monkeypatch):
     """They became 16 bits, for transformers merges those of a layer."""

@@ -50,7 +50,7 @@ SHAPES = {
         [(name, shape) for name in SUPPORTED for shape in SHAPES],
         always=[
             *((name, "blocks of 8, chunks of 7") for name in MANNERS),
-            *((name, shape) for name in ("llama", "gemma3n, shared KV") for shape in SHAPES),
+            *(("llama", shape) for shape in SHAPES),
         ],
     ),
 )

@@ -125,7 +125,7 @@ def logits_over(loaded: LoadedModel, ids: list[int], sizes: Iterator[int]) -> di
 
 
 @short_and_long(60, 2000)
-@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("weights", spread(["auto", "int8", "int4"], ["auto", "int4"]))
 def test_prompts_in_steps_of_every_size_are_read_as_by_plain_products(subject, weights, size):
     """A step that reads no rows once failed with packed weights: any prompt longer than a step."""
     loaded = subject.load(weights, "bfloat16" if weights == "auto" else "float32")

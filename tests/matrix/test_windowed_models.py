@@ -21,6 +21,7 @@ from kvchat.model.hf.gathered import WITH_WINDOWS
 from kvchat.model.loader import load_model
 from support.every_type import every_config, every_model
 from support.fixed_drafts import FixedDraftPolicy
+from support.matrix import spread
 from support.said import said_by
 from support.specimens import (
     MAX_CONTEXT,
@@ -40,7 +41,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CHUNKS = {"block_size": 4, "max_step_tokens": 7, "num_blocks": 90}
 
 
-@pytest.fixture(scope="module", params=FAMILIES + GATHERED)
+@pytest.fixture(scope="module", params=spread(FAMILIES + GATHERED, [*FAMILIES[:3], GATHERED[0]]))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Specimen:
     name, directory = request.param, tmp_path_factory.mktemp("model")
     if name in FAMILIES:
