@@ -11,8 +11,6 @@ once. The result is kept in the memory.
 
 import hashlib
 import logging
-import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -20,7 +18,7 @@ import torch
 
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, PlainFormat
 from kvchat.cache.state_manager import state_blocks
-from kvchat.core.config import ROUNDING_VARIABLE, CacheConfig
+from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.text import format_bytes
@@ -36,7 +34,14 @@ from kvchat.model.batch import SequencePiece
 from kvchat.model.device import dtype_name
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import model_over
-from kvchat.model.rounding import Effect, divergences, effect_of, sample_ids
+from kvchat.model.rounding import (
+    Effect,
+    effect_between,
+    effect_of,
+    num_sample_tokens,
+    refuse_bad,
+    sample_ids,
+)
 from kvchat.model.state import state_bytes
 from kvchat_kernels.kv_code import CODES, FP8, INT8, KvCode
 
@@ -112,11 +117,6 @@ def _is_good(
 _log = logging.getLogger(__name__)
 
 _KIND = "kv_effect"
-# A divergence in nats a token above which a model answers otherwise too often to go on.
-_BAD = 0.1
-# Products of a model with the text; a large one reads less of it.
-_MOST_PRODUCTS = 2e11
-_FEWEST_TOKENS, _MOST_TOKENS = 64, 256
 _BLOCK_SIZE, _ROWS = 16, 64
 
 
@@ -135,12 +135,8 @@ def kv_notes(
     effect = effect_on_model(loaded, geometry, memory)
     if effect is None:
         return ()
-    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
-        others = "auto" if code == INT8 else "int8"
-        raise ModelError(
-            f"{loaded.source.name} would answer otherwise. {_sentence(effect, code)}",
-            f"Use --kv-dtype {others}, or insist by {ROUNDING_VARIABLE}=any.",
-        )
+    others = "auto" if code == INT8 else "int8"
+    refuse_bad(effect, loaded.source.name, _sentence(effect, code), f"--kv-dtype {others}")
     return (f"{reason} {_sentence(effect, code)}".lstrip(),)
 
 
@@ -178,9 +174,8 @@ def _key(identity: str, weights: str, dtype: torch.dtype, code: KvCode) -> str:
 
 def _measured(loaded: LoadedModel, geometry: KvGeometry, key: str, memory: Memory) -> Effect | None:
     """Measure, and keep the result; None for a model whose tokenizer cannot read the text."""
-    count = int(_MOST_PRODUCTS / max(1, loaded.spec.num_parameters))
     try:
-        ids = sample_ids(loaded.source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+        ids = sample_ids(loaded.source, num_sample_tokens(loaded.spec))
     except Exception as error:  # tokenizers raises any kind
         name = type(error).__name__
         _log.info("KV not measured model=%s: %s", loaded.spec.model_type, name)
@@ -188,13 +183,7 @@ def _measured(loaded: LoadedModel, geometry: KvGeometry, key: str, memory: Memor
     ids = ids[: loaded.max_context]
     plain = replace(geometry, format=PlainFormat())
     own = list(_predictions(loaded, plain, ids))
-    divergence, same = 0.0, 0
-    for before, after in zip(own, _predictions(loaded, geometry, ids), strict=True):
-        divergence += float(divergences(before, after).sum())
-        same += int((before.argmax(-1) == after.argmax(-1)).sum())
-    if not math.isfinite(divergence):
-        divergence = math.inf
-    effect = Effect(max(0.0, divergence / len(ids)), same / len(ids), len(ids))
+    effect = effect_between(zip(own, _predictions(loaded, geometry, ids), strict=True))
     memory.set(_KIND, key, asdict(effect))
     return effect
 

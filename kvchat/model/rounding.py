@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,14 +76,12 @@ class Reference:
 
     def effect(self, module: Any, in_8: tuple[str, ...] = ()) -> Effect:
         """Compare the predictions of the same module, whose weights may be others now."""
-        divergence, same, logits = 0.0, 0, self._predictions(module)
-        for own, other in zip(self._logits.split(_ROWS), logits.split(_ROWS), strict=True):
-            divergence += float(divergences(own, other).sum())
-            same += int((own.argmax(-1) == other.argmax(-1)).sum())
-        if not math.isfinite(divergence):
+        logits = self._predictions(module)
+        rows = zip(self._logits.split(_ROWS), logits.split(_ROWS), strict=True)
+        effect = effect_between(rows, in_8)
+        if effect.divergence == math.inf:
             raise ValueError("predictions that are no numbers")
-        count = len(logits)
-        return Effect(max(0.0, divergence / count), same / count, count, in_8)
+        return effect
 
     def _predictions(self, module: Any) -> torch.Tensor:
         # In 16 bits the activations differ as much by chance as 8 bits of weights make them.
@@ -92,6 +90,34 @@ class Reference:
             embedded = embed(self._ids).float()
             logits: torch.Tensor = module(inputs_embeds=embedded, use_cache=False).logits[0]
         return logits
+
+
+def effect_between(
+    rows: Iterable[tuple[torch.Tensor, torch.Tensor]], in_8: tuple[str, ...] = ()
+) -> Effect:
+    """Return how logits [rows, vocab] differ from those before, given a few rows at a time.
+
+    The divergence is infinite where they are no numbers.
+    """
+    divergence, same, count = 0.0, 0, 0
+    for own, other in rows:
+        divergence += float(divergences(own, other).sum())
+        same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        count += len(own)
+    if not math.isfinite(divergence):
+        divergence = math.inf
+    return Effect(max(0.0, divergence / count), same / count, count, in_8)
+
+
+def refuse_bad(effect: Effect, name: str, sentence: str, way: str) -> None:
+    """Raise ModelError for a model that would answer otherwise too often, unless the user insists
+    by `ROUNDING_VARIABLE`. `way` says what to use instead.
+    """
+    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
+        raise ModelError(
+            f"{name} would answer otherwise. {sentence}",
+            f"Use {way}, or insist by {ROUNDING_VARIABLE}=any.",
+        )
 
 
 def divergences(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -128,11 +154,7 @@ def effect_on(
         if effect is None:
             return None
         memory.set(_KIND, _key(identity, weights, module.dtype), asdict(effect))
-    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
-        raise ModelError(
-            f"{source.name} would answer otherwise. {effect.sentence(weights)}",
-            f"Use more bits, or insist by {ROUNDING_VARIABLE}=any.",
-        )
+    refuse_bad(effect, source.name, effect.sentence(weights), "more bits")
     return effect
 
 
@@ -161,8 +183,7 @@ def _measured(module: Any, spec: ModelSpec, weights: str, source: ModelSource) -
     kinds = kinds_of_layers(module, spec)
     if kinds is None or spec.num_parameters < _LEAST_PARAMETERS:
         return None
-    count = int(_MOST_PRODUCTS / max(1, spec.num_parameters))
-    token_ids = sample_ids(source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+    token_ids = sample_ids(source, num_sample_tokens(spec))
     reference = Reference(module, token_ids)
     with multiplying_rounded(module, spec, weights, kinds):
         effect = reference.effect(module)
@@ -189,6 +210,12 @@ def _to_keep(costs: dict[str, float], sizes: dict[str, int]) -> tuple[str, ...]:
             break
         kept.append(kind)
     return tuple(kept)
+
+
+def num_sample_tokens(spec: ModelSpec) -> int:
+    """Return how many tokens of the text a model reads."""
+    count = int(_MOST_PRODUCTS / max(1, spec.num_parameters))
+    return max(_FEWEST_TOKENS, min(_MOST_TOKENS, count))
 
 
 def sample_ids(source: ModelSource, count: int) -> list[int]:

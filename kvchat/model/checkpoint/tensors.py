@@ -5,7 +5,7 @@ Plain tensors are memory-mapped. Packed ones are unpacked when transformers take
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,9 @@ from kvchat.model.packed.experts import expert_tensors
 from kvchat.model.packed.formats import PackedTensor, Packing, packing_of, unpacked
 from kvchat_kernels.cpu_products import is_fast_by_torch
 from kvchat_kernels.linear.blocks import BlockWeights, joined
+
+if TYPE_CHECKING:
+    from kvchat.model.gguf.tensors import GgufPlan
 
 # Returns the names in the files of a part's tensors, by those in the part; given those of all.
 Names = Callable[[Iterable[str]], Mapping[str, str]]
@@ -85,27 +88,14 @@ def _read_gguf(
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str],
 ) -> CheckpointTensors:
-    from kvchat.model.gguf.config import architecture_of
-    from kvchat.model.gguf.tensors import read_gguf_tensors, stage_of
+    from kvchat.model.gguf.tensors import stage_of
 
     if source.marks() != gguf.marks:
         raise ModelError(f"{source.name} changed after it was found.", "Start again.")
-    _, config = class_and_config(meta.config)
-    module = meta.module
-    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    for_cpu = blocks_on is not None and blocks_on.type == "cpu"
-    head = _tied_head(module)
-    wanted = _wanted_in_blocks(module, head, dtype, blocks_on, read_elsewhere)
     stage = stage_of(gguf, dtype, blocks_on is not None)
-    architecture = architecture_of(gguf, source.name)
     progress(LoadProgress(stage, 0.0))
-
-    def tick(share: float) -> None:
-        progress(LoadProgress(stage, share))
-
-    found = read_gguf_tensors(
-        gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
-    )
+    plan = _gguf_plan(source.name, gguf, meta, dtype, blocks_on, read_elsewhere)
+    found = plan.read(lambda share: progress(LoadProgress(stage, share)))
     return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise, found.orders)
 
 
@@ -119,18 +109,30 @@ def memory_of_gguf(
 
     `blocks_on` is as of `read_tensors`.
     """
-    from kvchat.model.gguf.config import architecture_of
-    from kvchat.model.gguf.tensors import memory_bytes
+    dtype = meta.config.dtype
+    plan = _gguf_plan(source.name, source.gguf, meta, dtype, blocks_on, read_elsewhere)
+    return plan.memory_bytes()
 
-    assert source.gguf is not None
+
+def _gguf_plan(
+    name: str,
+    gguf: Any,
+    meta: MetaModel,
+    dtype: torch.dtype,
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
+) -> "GgufPlan":
+    from kvchat.model.gguf.config import architecture_of
+    from kvchat.model.gguf.tensors import GgufPlan
+
     _, config = class_and_config(meta.config)
-    module, dtype = meta.module, meta.config.dtype
+    module = meta.module
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     head = _tied_head(module)
     wanted = _wanted_in_blocks(module, head, dtype, blocks_on, read_elsewhere)
-    architecture = architecture_of(source.gguf, source.name)
     for_cpu = blocks_on is not None and blocks_on.type == "cpu"
-    return memory_bytes(source.gguf, architecture, config, shapes, dtype, wanted, head, for_cpu)
+    architecture = architecture_of(gguf, name)
+    return GgufPlan(gguf, architecture, config, shapes, dtype, wanted, head, for_cpu)
 
 
 def _wanted_in_blocks(

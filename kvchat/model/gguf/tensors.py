@@ -9,10 +9,10 @@ numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 
 import mmap
 import re
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -167,132 +167,137 @@ class _Source:
         return is_plain and are_rows and len(own) == 2 and parts[0].shape[1:] == own[1:]
 
 
-def read_gguf_tensors(
-    gguf: GgufModel,
-    architecture: Architecture,
-    config: Any,
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    tick: Callable[[float], None],
-    wanted: Collection[tuple[str, ...]] = (),
-    tied_head: str | None = None,
-    for_cpu: bool = True,
-) -> GgufTensors:
-    """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
+@dataclass(frozen=True)
+class GgufPlan:
+    """What a module with state of these `shapes` takes from a GGUF file, on the CPU.
 
-    `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
-    tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
-    a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
-    multiplies with the table's blocks. A tensor that the file lacks is left out. Raises ModelError
-    if memory is too small, and ModelUnsupported for a block format that cannot be unpacked.
+    dtype       that of what does not stay in blocks
+    wanted      names of tensors that may stay in blocks: those of a group all or none, as the
+                tensors of a layer's experts must
+    tied_head   the head whose weights are the table of embeddings: it multiplies with the table's
+                blocks; None for another
+    for_cpu     interleaved where that is possible, as products on a CPU have them
     """
-    sources = _sources(gguf, architecture, shapes)
-    kept = _staying(sources, shapes, wanted, config, for_cpu)
-    needed = _needed_bytes(sources, dtype, kept, config, for_cpu)
-    free = free_bytes(torch.device("cpu"))
-    if needed > free:
-        form = "" if kept else f" as {dtype_name(dtype)}"
-        raise ModelError(
-            f"The weights take {format_bytes(needed)} of memory{form}, and "
-            f"{format_bytes(free)} are free.",
-            "Use a smaller model.",
+
+    gguf: GgufModel
+    architecture: Architecture
+    config: Any
+    shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype
+    wanted: Collection[tuple[str, ...]]
+    tied_head: str | None
+    for_cpu: bool
+
+    def read(self, tick: Callable[[float], None]) -> GgufTensors:
+        """Return the tensors; one that the file lacks is left out.
+
+        Raises ModelError if memory is too small, and ModelUnsupported for a block format that
+        cannot be unpacked.
+        """
+        dtype, sources, free = self.dtype, self._sources, free_bytes(torch.device("cpu"))
+        if self._needed_bytes > free:
+            form = "" if self.kept else f" as {dtype_name(dtype)}"
+            raise ModelError(
+                f"The weights take {format_bytes(self._needed_bytes)} of memory{form}, and "
+                f"{format_bytes(free)} are free.",
+                "Use a smaller model.",
+            )
+        done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
+        state: dict[str, torch.Tensor] = {}
+        precise: dict[str, torch.Tensor] = {}
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            reader, in_full = (_Reader(self, each, pool) for each in (dtype, torch.float32))
+            for name, source in sources.items():
+                shape = self.shapes[name]
+                is_small = _is_small(name, shape) and dtype != torch.float32
+                tensor = (in_full if is_small else reader).read(name, source, shape)
+                if tensor.shape != shape and tensor.numel() == prod(shape):
+                    tensor = tensor.reshape(shape)
+                if is_small:
+                    precise[name] = tensor.clone()  # not the mapped file, which may change
+                state[name] = tensor.to(dtype)
+                done += sum(part.num_bytes for part in source.parts)
+                tick(done / total)
+        if self._table is not None and self.tied_head is not None:
+            reader.keep_again(self.tied_head, self._table)
+        return GgufTensors(state, reader.blocks, precise, reader.orders)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of memory of what `read` returns, mapped tensors included."""
+        parts = [part for source in self._sources.values() for part in source.parts]
+        mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == self.dtype)
+        known = {part.name for name in self.kept for part in self._sources[name].parts}
+        table = self._table
+        of_head = 0
+        if table is not None and table.name not in known:
+            of_head = _held_bytes(table, None, self.config, self.for_cpu)
+        return self._needed_bytes + mapped + of_head
+
+    @cached_property
+    def _table(self) -> GgufTensor | None:
+        """The table of embeddings, if the head multiplies with its blocks; else None."""
+        head, table = self.tied_head, self.gguf.tensors.get("token_embd.weight")
+        if head is None or (head,) not in self.wanted or head in self._sources or table is None:
+            return None
+        fits = _Source([table]).fits_blocks(self.shapes[head], self.config, self.for_cpu)
+        return table if fits else None
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The names of the tensors that stay in blocks, of groups that can do so as a whole."""
+        names = {name for group in self.wanted for name in group if name in self._sources}
+        fitting = {
+            name
+            for name in names
+            if self._sources[name].fits_blocks(self.shapes[name], self.config, self.for_cpu)
+        }
+        return frozenset(
+            name for group in self.wanted if fitting.issuperset(group) for name in group
         )
-    done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
-    state: dict[str, torch.Tensor] = {}
-    precise: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
-        in_full = _Reader(torch.float32, kept, architecture.norm_offset, config, pool, for_cpu)
-        for name, source in sources.items():
-            is_small = _is_small(name, shapes[name]) and dtype != torch.float32
-            tensor = (in_full if is_small else reader).read(name, source, shapes[name])
-            if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
-                tensor = tensor.reshape(shapes[name])
-            if is_small:
-                precise[name] = tensor.clone()  # not the mapped file, which may change
-            state[name] = tensor.to(dtype)
-            done += sum(part.num_bytes for part in source.parts)
-            tick(done / total)
-    for name, table in _again(gguf, sources, shapes, wanted, tied_head, config, for_cpu):
-        reader.keep_again(name, table)
-    return GgufTensors(state, reader.blocks, precise, reader.orders)
 
+    @cached_property
+    def _needed_bytes(self) -> int:
+        """The bytes of memory that reading takes; tensors that stay mapped take none."""
+        needed = 0
+        for name, source in self._sources.items():
+            for part in source.parts:
+                if name in self.kept:
+                    needed += _held_bytes(part, source.form, self.config, self.for_cpu)
+                elif _PLAIN.get(kind_name(part)) != self.dtype:
+                    needed += prod(part.shape) * self.dtype.itemsize
+        return needed
 
-def _again(
-    gguf: GgufModel,
-    sources: Mapping[str, _Source],
-    shapes: Mapping[str, torch.Size],
-    wanted: Collection[tuple[str, ...]],
-    tied_head: str | None,
-    config: Any,
-    for_cpu: bool,
-) -> list[tuple[str, GgufTensor]]:
-    """Return the head that multiplies with the blocks of the table of embeddings, if one does."""
-    table = gguf.tensors.get("token_embd.weight")
-    if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
-        return []
-    fits = _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu)
-    return [(tied_head, table)] if fits else []
+    @cached_property
+    def _sources(self) -> dict[str, _Source]:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-
-def memory_bytes(
-    gguf: GgufModel,
-    architecture: Architecture,
-    config: Any,
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    wanted: Collection[tuple[str, ...]],
-    tied_head: str | None,
-    for_cpu: bool,
-) -> int:
-    """Return the bytes of memory of what `read_gguf_tensors` returns, mapped tensors included."""
-    sources = _sources(gguf, architecture, shapes)
-    kept = _staying(sources, shapes, wanted, config, for_cpu)
-    parts = [part for source in sources.values() for part in source.parts]
-    mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
-    known = {part.name for name in kept for part in sources[name].parts}
-    again = _again(gguf, sources, shapes, wanted, tied_head, config, for_cpu)
-    of_head = sum(
-        _held_bytes(table, None, config, for_cpu) for _, table in again if table.name not in known
-    )
-    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped + of_head
+        gguf, architecture = self.gguf, self.architecture
+        archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+        names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
+        found = {}
+        for name in self.shapes:
+            number = _listed(name, architecture, gguf)
+            if number is not None:
+                found[name] = _Source([], number=number)
+                continue
+            form = next(forms_of(name, (*architecture.forms, *GENERAL), gguf.tensors), None)
+            if form is not None:
+                found[name] = _Source([gguf.tensors[stored] for stored in form.names(name)], form)
+                continue
+            known = names.get_name(
+                re.sub("^model[.]", architecture.prefix, name), try_suffixes=(".weight", ".bias")
+            )
+            # Parameters without ".weight" in their name have it in files, or their own there.
+            stored = (each for each in (known, f"{known}.weight", name) if each in gguf.tensors)
+            if (first := next(stored, None)) is not None:
+                found[name] = _Source([gguf.tensors[first]])
+        return found
 
 
 def _is_small(name: str, shape: torch.Size) -> bool:
     """Whether a tensor is one row, such as a norm, a convolution by channels, or Mamba's decays."""
     is_by_channels = len(shape) == 3 and shape[1] == 1
     return len(shape) == 1 or is_by_channels or name.endswith(".A_log")
-
-
-def _staying(
-    sources: Mapping[str, _Source],
-    shapes: Mapping[str, torch.Size],
-    wanted: Collection[tuple[str, ...]],
-    config: Any,
-    for_cpu: bool,
-) -> frozenset[str]:
-    """Return the names of the tensors that stay in blocks, of groups that can do so as a whole."""
-    names = {name for group in wanted for name in group if name in sources}
-    fitting = {n for n in names if sources[n].fits_blocks(shapes[n], config, for_cpu)}
-    return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
-
-
-def _needed_bytes(
-    sources: Mapping[str, _Source],
-    dtype: torch.dtype,
-    kept: Set[str],
-    config: Any,
-    for_cpu: bool,
-) -> int:
-    """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
-    needed = 0
-    for name, source in sources.items():
-        for part in source.parts:
-            if name in kept:
-                needed += _held_bytes(part, source.form, config, for_cpu)
-            elif _PLAIN.get(kind_name(part)) != dtype:
-                needed += prod(part.shape) * dtype.itemsize
-    return needed
 
 
 def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: bool) -> int:
@@ -310,33 +315,6 @@ def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: boo
     if form is not None and form.columns is not None:
         read = with_columns(read, form.columns(tensor.shape[-1], config))
     return read.num_bytes * num_rows
-
-
-def _sources(
-    gguf: GgufModel, architecture: Architecture, shapes: Mapping[str, torch.Size]
-) -> dict[str, _Source]:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
-    found = {}
-    for name in shapes:
-        number = _listed(name, architecture, gguf)
-        if number is not None:
-            found[name] = _Source([], number=number)
-            continue
-        form = next(forms_of(name, (*architecture.forms, *GENERAL), gguf.tensors), None)
-        if form is not None:
-            found[name] = _Source([gguf.tensors[stored] for stored in form.names(name)], form)
-            continue
-        known = names.get_name(
-            re.sub("^model[.]", architecture.prefix, name), try_suffixes=(".weight", ".bias")
-        )
-        # Parameters without ".weight" in their name have it in files. Others may have their own.
-        stored = (each for each in (known, f"{known}.weight", name) if each in gguf.tensors)
-        if (first := next(stored, None)) is not None:
-            found[name] = _Source([gguf.tensors[first]])
-    return found
 
 
 def _listed(name: str, architecture: Architecture, gguf: GgufModel) -> float | None:
@@ -357,24 +335,14 @@ def _listed(name: str, architecture: Architecture, gguf: GgufModel) -> float | N
 class _Reader:
     """Reads tensors of GGUF files in one dtype, or in their blocks. Keeps the files mapped."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        kept: Set[str],
-        norm_offset: float,
-        config: Any,
-        pool: Any,
-        for_cpu: bool,
-    ) -> None:
+    def __init__(self, plan: GgufPlan, dtype: torch.dtype, pool: Any) -> None:
         self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
         self.orders: dict[str, torch.Tensor] = {}
         self._kept_as: dict[str, str] = {}
+        self._plan = plan
         self._dtype = dtype
-        self._kept = kept
-        self._norm_offset = norm_offset
-        self._config = config
+        self._config = plan.config
         self._pool = pool
-        self._for_cpu = for_cpu
         self._files: dict[Path, mmap.mmap] = {}
         self._maps: dict[Path, np.ndarray[Any, Any]] = {}
 
@@ -383,7 +351,7 @@ class _Reader:
         if source.number is not None:
             return torch.full(shape, source.number, dtype=self._dtype)
         form = source.form
-        if name in self._kept:
+        if name in self._plan.kept:
             self.keep(name, source.parts, form)
             return torch.zeros((), dtype=self._dtype).expand(shape)
         if form is None:
@@ -404,7 +372,7 @@ class _Reader:
     def keep(self, name: str, parts: list[GgufTensor], form: Form | None = None) -> None:
         """Keep tensors in blocks that `fits_blocks` allows."""
         moves_columns = form is not None and form.columns is not None
-        is_interleaved = self._for_cpu and not moves_columns
+        is_interleaved = self._plan.for_cpu and not moves_columns
         matrices = tuple(self._in_blocks(part, is_interleaved) for part in parts)
         if form is not None and form.order is not None:
             order = form.order(sum(matrix.num_out for matrix in matrices), self._config)
@@ -438,9 +406,8 @@ class _Reader:
 
     def _plain(self, tensor: GgufTensor) -> torch.Tensor:
         is_norm = tensor.name.endswith("norm.weight") and ".ssm_norm." not in tensor.name
-        if self._norm_offset and is_norm:
-            whole = self._unpacked(tensor, torch.float32)
-            return (whole - self._norm_offset).to(self._dtype)
+        if (offset := self._plan.architecture.norm_offset) and is_norm:
+            return (self._unpacked(tensor, torch.float32) - offset).to(self._dtype)
         return self._unpacked(tensor, self._dtype)
 
     def _in_blocks(self, tensor: GgufTensor, is_interleaved: bool) -> BlockWeights:
@@ -448,7 +415,7 @@ class _Reader:
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
         name = kind_name(tensor)
         if name in GRID_FORMATS:
-            read = read_grids(rows, name, self._pool, is_interleaved, not self._for_cpu)
+            read = read_grids(rows, name, self._pool, is_interleaved, not self._plan.for_cpu)
         else:
             let_go = partial(self._let_go, tensor)
             read = read_blocks(rows, name, is_interleaved, let_go)
