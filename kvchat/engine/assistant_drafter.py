@@ -11,7 +11,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.errors import ModelError
-from kvchat.engine.drafters import DraftOrder, Offer
+from kvchat.engine.drafters import DraftOrder, HiddenReader, Offer
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import sampling_row
 from kvchat.engine.sampler import sample
@@ -22,7 +22,7 @@ from kvchat.model.cpu.step_program import CompiledKv
 _MOST_DRAFTED = 7
 
 
-class AssistantDrafter:
+class AssistantDrafter(HiddenReader):
     """Drafts with `model`, once `read_from` says where the KV is."""
 
     name = "draft"
@@ -55,12 +55,6 @@ class AssistantDrafter:
             return None
         return Offer("head", most, is_free=False) if end == len(request.ids) - 1 else None
 
-    def prepare(self) -> None:
-        """There is nothing to prepare."""
-
-    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
-        """There is no KV that could be missing."""
-
     def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         drafts: dict[Request, list[int]] = {want.request: [] for want in wanted}
         hidden = {want.request: self._newest[want.request][0] for want in wanted}
@@ -79,9 +73,6 @@ class AssistantDrafter:
     def update(self, requests: Sequence[Request], seconds: float) -> None:
         running = {request for request in requests if request.state is State.RUNNING}
         self._newest = {r: newest for r, newest in self._newest.items() if r in running}
-
-    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Does nothing: the KV is the model's."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Does nothing: the KV is the model's."""

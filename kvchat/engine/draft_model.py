@@ -18,7 +18,7 @@ from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.engine.draft_policy import MAX_DRAFTED
-from kvchat.engine.drafters import DraftOrder, Offer, WhenWritten
+from kvchat.engine.drafters import Drafter, DraftOrder, Offer, WhenWritten
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
@@ -53,7 +53,7 @@ class DraftState:
     guess_state: StateBuffer | None = None
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with the model of `runner`, whose pools are those of `cache`.
 
     `vocab_size` and `max_context` are the draft model's own: it makes no offer for a context beyond
@@ -152,7 +152,7 @@ class ModelDrafter:
         device = self._runner.device
         rows = [sampling_row(request, drafted, device) for request, drafted in contexts]
         draws = [row_draw(row) for row in rows]
-        if None not in draws and (drawn := self._runner.draw_pieces(pieces, draws)) is not None:
+        if None not in draws and (drawn := self._runner.draw(pieces, draws)) is not None:
             return as_tokens(drawn)
         return sample(self._runner.run_pieces(pieces), rows)
 
@@ -249,9 +249,6 @@ class ModelDrafter:
         is_kept = request.state is State.FINISHED and request.spec.is_kept
         if is_kept:
             self.chain.save(computed, is_one_shot=request.spec.is_one_shot)
-
-    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Does nothing: KV is computed only for requests."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten:
         return self.chain.forget([(tuple(ids), num_kept) for ids, num_kept in contexts])

@@ -37,11 +37,13 @@ class DraftOrder:
 
 
 class Drafter(Protocol):
-    """Belongs to one engine and its thread. If it raises, the engine stops using it."""
+    """Belongs to one engine and its thread. If it raises, the engine stops using it.
 
-    @property
-    def name(self) -> str:
-        """The name users select it by: `ngram`, `draft` or `mtp`."""
+    `name` is what users select it by: `ngram`, `draft` or `mtp`. A subclass need not have what it
+    would do nothing in: `prepare`, `catch_up`, `learn`.
+    """
+
+    name: str
 
     def offer(self, request: Request, most: int) -> Offer | None:
         """Return an offer for a decoding request; None if nothing can be drafted.
@@ -51,12 +53,14 @@ class Drafter(Protocol):
 
     def prepare(self) -> None:
         """Do one-time work that makes later steps faster; it may take the time of a few steps."""
+        return
 
     def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         """Compute what is missing for these requests, so that `propose` takes its usual time.
 
         The engine calls it before every `propose`, with the same requests.
         """
+        return
 
     def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         """Draft for several requests at once, for each at most as many tokens as it was offered."""
@@ -69,6 +73,7 @@ class Drafter(Protocol):
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Learn contexts that no request has asked for, such as other branches of a chat."""
+        return
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
         """Forget contexts except the given number of leading tokens of each; may forget more.

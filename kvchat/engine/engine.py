@@ -32,7 +32,7 @@ from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State, Thinning
 from kvchat.engine.request_trace import RequestTrace
-from kvchat.engine.runner import Drawn, Runner, draw, draw_apart, draws_of, explained, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draw_apart, explained
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
@@ -557,9 +557,7 @@ class Engine:
             return None
         if self._next_step is not None and not self.speculation.is_on:
             return self._next_step.draw(plan, self._goes_on_alike(plan))
-        draws = draws_of(plan)
-        drawn = self._runner.draw(plan, draws) if draws is not None else None
-        return tokens_of(plan, drawn.tolist()) if drawn is not None else None
+        return self._runner.draw_plan(plan)
 
     def _goes_on_alike(self, plan: Sequence[ScheduledRequest]) -> bool:
         """Whether the next step is one for the same requests, as far as is known before it."""

@@ -18,7 +18,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
-from kvchat.engine.drafters import DraftOrder, Offer, WhenWritten
+from kvchat.engine.drafters import DraftOrder, HiddenReader, Offer, WhenWritten
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import sample
@@ -85,7 +85,7 @@ class _HeadState:
         return list(request.ids[start : start + num_pairs])
 
 
-class HeadDrafter:
+class HeadDrafter(HiddenReader):
     """Drafts with `model`, whose pools are those of `cache`; `name` is the drafter's."""
 
     def __init__(
@@ -138,9 +138,6 @@ class HeadDrafter:
         if state is None or most < 1 or state.end != len(request.ids) - 1:
             return None
         return Offer("head", most, is_free=False) if state.num_hidden else None
-
-    def prepare(self) -> None:
-        """There is nothing to prepare."""
 
     def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         for request, state in ((want.request, self._states[want.request]) for want in wanted):
@@ -266,9 +263,6 @@ class HeadDrafter:
         state = self._states.pop(request)
         num_kept = 0 if state.first else state.num_computed
         self.cache.release(state.table, request.ids[1 : 1 + num_kept])
-
-    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Does nothing: pairs are computed for requests only."""
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten:
         pairs = [(tuple(ids[1:]), max(0, num_kept - 1)) for ids, num_kept in contexts]

@@ -13,7 +13,7 @@ Source of the idea: prompt lookup decoding (Saxena, 2023) and LLMA (Yang et al.,
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvchat.engine.drafters import DraftOrder, Offer
+from kvchat.engine.drafters import Drafter, DraftOrder, Offer
 from kvchat.engine.request import Request
 
 # A frequent n-gram has many places: only the newest are compared.
@@ -139,7 +139,7 @@ class _Entered:
     chain: int
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts by lookup. `max_tokens` bounds the index over all contexts."""
 
     name = "ngram"
@@ -166,12 +166,6 @@ class NgramDrafter:
         grade = next(grade for grade in _GRADES if match.length >= grade)
         num_tokens = len(match.continuation(most))
         return Offer(f"ngram {grade}", num_tokens, is_free=True)
-
-    def prepare(self) -> None:
-        """Does nothing: lookups need no preparation."""
-
-    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
-        """Does nothing: `offer` has already entered the whole context."""
 
     def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         drafts: list[Sequence[int]] = []

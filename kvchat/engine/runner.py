@@ -172,20 +172,22 @@ class Runner:
             self.wait()
         return logits
 
+    def draw_plan(self, plan: Sequence[ScheduledRequest]) -> "Drawn | None":
+        """Compute the plan's tokens and draw in one graph; None if none fits or it cannot draw."""
+        draws = draws_of(plan)
+        if draws is None:
+            return None
+        drawn = self.draw([piece_of(scheduled) for scheduled in plan], draws)
+        return tokens_of(plan, drawn.tolist()) if drawn is not None else None
+
     def draw(
-        self, plan: Sequence[ScheduledRequest], draws: Sequence[RowDraw | None]
-    ) -> torch.Tensor | None:
-        """Compute the plan's tokens and draw from their rows in one graph, if there is one.
-
-        `draws` says how each scheduled request draws. Returns one token for each row that `run`
-        would return, [num_rows] int64, -1 if a logit is NaN. Returns None if nothing was computed.
-        """
-        return self.draw_pieces([piece_of(scheduled) for scheduled in plan], draws)
-
-    def draw_pieces(
         self, pieces: Sequence[SequencePiece], draws: Sequence[RowDraw | None]
     ) -> torch.Tensor | None:
-        """Do the same as `draw` for pieces."""
+        """Compute pieces and draw from their rows in one graph, if there is one.
+
+        `draws` says how each piece draws. Returns one token for each row that `run_pieces` would
+        return, [num_rows] int64, -1 if a logit is NaN. Returns None if nothing was computed.
+        """
         tokens = self._graphs.draw(pieces, draws) if self._graphs is not None else None
         if tokens is not None and not len(tokens):
             self.wait()
@@ -198,7 +200,7 @@ class Runner:
         earlier: QueuedTokens | None = None,
         rows: Sequence[int] = (),
     ) -> QueuedTokens | None:
-        """Queue a step in one graph, if there is one, as `draw_pieces`; wait for nothing.
+        """Queue a step in one graph, if there is one, as `draw`; wait for nothing.
 
         With `earlier`, every piece has one token, of whatever id: the step takes the token of row
         `rows[i]` of the earlier one, which the host need not know.

@@ -7,7 +7,8 @@ is the work of other parts.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -129,10 +130,8 @@ class Speculation:
     def prepare(self) -> None:
         """Let the drafters of the mode do their one-time work, before decoding needs it."""
         for drafter in self._asked():
-            try:
+            with self._dropping(drafter):
                 drafter.prepare()
-            except Exception as error:
-                self.drop(drafter, error)
 
     def draft(
         self, plan: Sequence[ScheduledRequest], cache: CacheManager, limits: Limits
@@ -188,13 +187,9 @@ class Speculation:
         """Ask every drafter of the mode, in order."""
         offers: dict[Offer, Drafter] = {}
         for drafter in self._asked() if most > 0 else ():
-            try:
-                offer = drafter.offer(request, most)
-            except Exception as error:  # a draft model may fail with anything
-                self.drop(drafter, error)
-                continue
-            if offer is not None:
-                offers[offer] = drafter
+            with self._dropping(drafter):
+                if (offer := drafter.offer(request, most)) is not None:
+                    offers[offer] = drafter
         return offers
 
     def _asked(self) -> list[Drafter]:
@@ -210,13 +205,12 @@ class Speculation:
             if not own:
                 continue
             wanted = [DraftOrder(order.scheduled.request, order.num_tokens) for order in own]
-            asked_s = self._clock()
-            try:
+            asked_s, proposed = self._clock(), None
+            with self._dropping(drafter):
                 drafter.catch_up(wanted)
                 began_s = self._clock()
                 proposed = drafter.propose(wanted)
-            except Exception as error:
-                self.drop(drafter, error)
+            if proposed is None:
                 continue
             if not own[0].offer.is_free:
                 longest = max(order.num_tokens for order in own)
@@ -288,13 +282,11 @@ class Speculation:
         """
         asked = self._asked() if hidden else ()
         for drafter in [each for each in self._readers if each in asked]:
-            try:
+            with self._dropping(drafter):
                 for scheduled, rows in hidden.items():
                     tokens = drawn.get(scheduled, ())
                     num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
                     drafter.read_hidden(scheduled.request, rows[: scheduled.num_tokens + num_right])
-            except Exception as error:
-                self.drop(drafter, error)
 
     def _note_speed(
         self,
@@ -328,18 +320,14 @@ class Speculation:
         seconds, self._step_s = self._step_s * _SHARE_FOR_CATCHING_UP, 0.0
         asked = self._asked()
         for drafter in list(self._drafters):
-            try:
+            with self._dropping(drafter):
                 drafter.update(requests if drafter in asked else [], seconds)
-            except Exception as error:
-                self.drop(drafter, error)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Let the drafters of the mode learn contexts that no request has asked for."""
         for drafter in self._asked():
-            try:
+            with self._dropping(drafter):
                 drafter.learn(contexts)
-            except Exception as error:
-                self.drop(drafter, error)
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> list[WhenWritten]:
         """Have all drafters forget contexts; each keeps its given number of leading tokens.
@@ -348,14 +336,18 @@ class Speculation:
         """
         waits: list[WhenWritten] = []
         for drafter in list(self._drafters):
-            try:
-                wait = drafter.forget(contexts)
-            except Exception as error:
-                self.drop(drafter, error)
-                continue
-            if wait is not None:
-                waits.append(wait)
+            with self._dropping(drafter):
+                if (wait := drafter.forget(contexts)) is not None:
+                    waits.append(wait)
         return waits
+
+    @contextmanager
+    def _dropping(self, drafter: Drafter) -> Iterator[None]:
+        """Drop a drafter that fails inside: a draft model may fail with anything."""
+        try:
+            yield
+        except Exception as error:
+            self.drop(drafter, error)
 
     def drop(self, drafter: Drafter, error: Exception) -> None:
         """Remove a drafter that raised `error`, and close it."""

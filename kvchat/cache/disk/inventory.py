@@ -217,25 +217,17 @@ def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int
     return 0
 
 
-def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
-    """Whether a model directory has the beginning of a context of encoded token ids, stored by a
-    model that answered. KV of a draft model does not count.
-
-    Never raises: one that cannot be looked into, as while another process makes it, has nothing.
-    """
-    try:
-        return num_stored_blocks(model_dir, encoded, block_size) > 0
-    except (StoreError, OSError, ValueError, sqlite3.Error) as error:
-        _log.info("cannot look into %s: %s", model_dir.name, error)
-        return False
-
-
 def num_stored_blocks(model_dir: Path, encoded: bytes, block_size: int) -> int:
     """Return how many leading blocks of a context of encoded token ids a model directory has.
 
-    KV of a draft model does not count. Raises what SQLite and the file system raise.
+    KV of a draft model does not count. Never raises: a directory that cannot be looked into, as
+    while another process makes it, has nothing.
     """
-    packs = _leading(model_dir, encoded, block_size)
+    try:
+        packs = _leading(model_dir, encoded, block_size)
+    except (StoreError, OSError, ValueError, sqlite3.Error) as error:
+        _log.info("cannot look into %s: %s", model_dir.name, error)
+        return 0
     return sum(num_blocks for pack, num_blocks in packs if not pack.head.is_draft)
 
 

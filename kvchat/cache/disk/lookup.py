@@ -10,7 +10,6 @@ are not known. KV that other settings have stored tells why there is not more.
 
 import logging
 import os
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -248,16 +247,9 @@ class StoreLookup:
                 continue
             block_size = model.block_size if model is not None else self._settings.block_size
             difference = compare(model) if model is not None else None
-            count = self._num_kept(path, encoded, block_size)
+            count = num_stored_blocks(path, encoded, block_size)
             kept.append(_StoredContext(path, count, block_size, difference))
         return kept
-
-    def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
-        try:
-            return num_stored_blocks(path, encoded, block_size)
-        except (StoreError, OSError, ValueError, sqlite3.Error) as error:
-            _log.info("cannot look into %s: %s", path.name, error)
-            return 0
 
     def _rates(self, model: KnownModel) -> ReadRates:
         rates = RateMemory(self._memory, model.rates).read()

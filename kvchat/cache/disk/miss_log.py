@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from kvchat.cache.disk.inventory import holds_answers
+from kvchat.cache.disk.inventory import num_stored_blocks
 from kvchat.cache.disk.model_dirs import MISS_LOG, file_bytes, find_model_dirs, open_in
 from kvchat.cache.keys import KEY_BYTES
 from kvchat.core.errors import StoreError
@@ -57,7 +57,7 @@ class MissReasonLog:
             return reason
         if not num_found:
             others = [g for g in find_model_dirs(self._directory.parent) if g != self._directory]
-            if any(holds_answers(other, encoded, block_size) for other in others):
+            if any(num_stored_blocks(other, encoded, block_size) for other in others):
                 return MissReason.OTHER_MODEL
         return MissReason.NEVER_WRITTEN
 
