@@ -301,23 +301,18 @@ class CacheManager:
     def _make_room(self, num_blocks: int) -> bool:
         missing = num_blocks - self._pool.num_free
         if missing > 0:
-            self._evict(missing)
+            self.evict_cold(missing)
         return num_blocks <= self._pool.num_free
 
     def evict_cold(self, num_blocks: int) -> None:
-        """Evict up to `num_blocks` blocks in advance, the least recently used first."""
-        self._evict(num_blocks)
-
-    def _evict(self, num_blocks: int) -> None:
+        """Evict up to `num_blocks` blocks, the least recently used first; demote their KV."""
         leaving: list[tuple[bytes, list[int]]] = []
 
         def note_leaving(encoded: bytes, blocks: list[int]) -> None:
             leaving.append((encoded, blocks))
 
-        is_shared = self._is_shared
-        evicted = self._tree.evict(
-            num_blocks, is_shared, note_leaving if self._lower_tier is not None else None
-        )
+        note = note_leaving if self._lower_tier is not None else None
+        evicted = self._tree.evict(num_blocks, self._is_shared, note)
         for encoded, blocks in leaving:
             self._demote(encoded, blocks)
         self._num_evicted += len(evicted)
@@ -528,7 +523,7 @@ class CacheManager:
         """Forget every block that no sequence uses; return how many became free."""
         before = self._pool.num_free
         lower_tier, self._lower_tier = self._lower_tier, None
-        self._evict(self._tree.num_blocks)
+        self.evict_cold(self._tree.num_blocks)
         self._lower_tier = lower_tier
         if lower_tier is not None:
             lower_tier.clear()

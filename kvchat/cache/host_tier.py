@@ -241,24 +241,21 @@ class HostTier(Tier):
         """
         assert len(encoded) == len(keys) * self._ids_bytes
         with self._lock:
-            return self._acquire(parent, keys, encoded)
-
-    def _acquire(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
-        first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
-        last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
-        self._touch(parent, keys)
-        needed = {*self._line(parent), *keys}
-        parents = [parent, *keys]
-        for number in range(first, last):
-            slot = self._take_slot(needed)
-            if slot is None:
-                last = number
-                break
-            ids = encoded[number * self._ids_bytes : (number + 1) * self._ids_bytes]
-            self._entries[keys[number]] = _Entry(parents[number], ids, slot)
-            self._num_children[parents[number]] += 1
-        self._touch(parent, keys)
-        return self._lease(tuple(keys[first:last]), first)
+            first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
+            last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
+            self._touch(parent, keys)
+            needed = {*self._line(parent), *keys}
+            parents = [parent, *keys]
+            for number in range(first, last):
+                slot = self._take_slot(needed)
+                if slot is None:
+                    last = number
+                    break
+                ids = encoded[number * self._ids_bytes : (number + 1) * self._ids_bytes]
+                self._entries[keys[number]] = _Entry(parents[number], ids, slot)
+                self._num_children[parents[number]] += 1
+            self._touch(parent, keys)
+            return self._lease(tuple(keys[first:last]), first)
 
     def _lease(self, keys: tuple[bytes, ...], first: int) -> Lease:
         for key in keys:
@@ -317,18 +314,16 @@ class HostTier(Tier):
 
     def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> None:
         """Never return these blocks again, nor blocks that continue them."""
+        gone = set(keys)
         with self._lock:
-            self._forget(set(keys))
-
-    def _forget(self, gone: set[bytes]) -> None:
-        # Newest first: in that order a block comes before all blocks that continue it.
-        for key, entry in reversed(self._entries.items()):
-            if entry.parent in gone:
-                gone.add(key)
-        for key in [key for key in self._entries if key in gone]:
-            self._entries[key].is_condemned = True
-            if not self._entries[key].num_users:
-                self._remove(key)
+            # Newest first: in that order a block comes before all blocks that continue it.
+            for key, entry in reversed(self._entries.items()):
+                if entry.parent in gone:
+                    gone.add(key)
+            for key in [key for key in self._entries if key in gone]:
+                self._entries[key].is_condemned = True
+                if not self._entries[key].num_users:
+                    self._remove(key)
 
     def _touch(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """Mark `keys`, which follow `parent`, and all their ancestors as used last."""
