@@ -58,36 +58,16 @@ def add_mixture(
 
     `for_router` is the router's input, where it is another.
     """
-    hidden, num_experts, top_k = values.shape[1], mixture.num_experts, mixture.top_k
-    if not 0 < top_k <= num_experts:
-        raise Unfit(f"chooses {top_k} of {num_experts} experts")
-    pairs = operations.pairs(top_k, num_experts)
-    width = experts.padded(num_experts)
-    scores = operations.output(f"scores of {num_experts}", width)
+    if not 0 < mixture.top_k <= mixture.num_experts:
+        raise Unfit(f"chooses {mixture.top_k} of {mixture.num_experts} experts")
+    hidden, most, routing = values.shape[1], MAX_ROWS * mixture.top_k, mixture.routing
+    pairs = operations.pairs(mixture.top_k, mixture.num_experts)
+    width = experts.padded(mixture.num_experts)
+    scores = operations.output(f"scores of {mixture.num_experts}", width)
     scores.fill_(experts.NO_SCORE)
-    most, routing = MAX_ROWS * top_k, mixture.routing
-    choosing = ChoosingTask(
-        scores=scores,
-        width_of_scores=width,
-        num_experts=num_experts,
-        top_k=top_k,
-        bias=routing.bias,
-        scale=routing.scale,
-        least_sum=routing.least_sum,
-        tolerance=routing.tolerance,
-        of_experts=routing.of_experts,
-        counts=_wholes(num_experts),
-        chosen=_wholes(most),
-        factors=torch.zeros(most, dtype=torch.float32),
-        places=_wholes(most),
-        rows=_wholes(most),
-        groups=pairs.groups,
-        num_groups=pairs.num_groups,
-    )
-    if for_router is None:
-        operations.products((mixture.router,), source, values, scores)
-    else:
-        operations.products((mixture.router,), for_router, for_router.floats, scores)
+    given = (source, values) if for_router is None else (for_router, for_router.floats)
+    operations.products((mixture.router,), *given, scores)
+    choosing = _choosing_task(mixture, scores, pairs)
     choice = Choice(
         mixture.normalises,
         routing.factors,
@@ -112,13 +92,35 @@ def add_mixture(
         x=of_pairs,
         out=out,
         width=hidden,
-        top_k=top_k,
+        top_k=mixture.top_k,
         places=choosing.places,
         factors=choosing.factors,
         shared=shared,
         shared_gate=gate,
     )
     operations.add(experts.adding_kernel(shared is not None, gate is not None), adding, None)
+
+
+def _choosing_task(mixture: Mixture, scores: torch.Tensor, pairs: Pairs) -> ChoosingTask:
+    routing, most = mixture.routing, MAX_ROWS * mixture.top_k
+    return ChoosingTask(
+        scores=scores,
+        width_of_scores=scores.shape[1],
+        num_experts=mixture.num_experts,
+        top_k=mixture.top_k,
+        bias=routing.bias,
+        scale=routing.scale,
+        least_sum=routing.least_sum,
+        tolerance=routing.tolerance,
+        of_experts=routing.of_experts,
+        counts=_wholes(mixture.num_experts),
+        chosen=_wholes(most),
+        factors=torch.zeros(most, dtype=torch.float32),
+        places=_wholes(most),
+        rows=_wholes(most),
+        groups=pairs.groups,
+        num_groups=pairs.num_groups,
+    )
 
 
 def _wholes(count: int) -> torch.Tensor:
