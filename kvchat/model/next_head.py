@@ -182,7 +182,8 @@ def load_head(target: LoadedModel) -> LoadedModel | None:
 
 
 def _one_layer(config: Any) -> Any:
-    """Return the configuration of a model of one layer like those with attention.
+    """Return the configuration of a model of one layer: as the configuration says that its head is,
+    else like those with attention.
 
     Its tables have one row: they are replaced by the model's.
     """
@@ -190,9 +191,10 @@ def _one_layer(config: Any) -> Any:
     one.num_hidden_layers, one.vocab_size, one.tie_word_embeddings = 1, 1, False
     one.pad_token_id = None
     if getattr(one, "layer_types", None):
-        one.layer_types = ["full_attention"]
+        one.layer_types = (getattr(one, "mtp_layer_types", None) or ["full_attention"])[:1]
     if getattr(one, "mlp_layer_types", None):
-        one.mlp_layer_types = one.mlp_layer_types[-1:]
+        own = getattr(one, "mtp_mlp_layer_types", None)
+        one.mlp_layer_types = own[:1] if own else one.mlp_layer_types[-1:]
     for name in ("first_k_dense_replace", "mlp_only_layers"):  # a head's experts are the later ones
         if hasattr(one, name):
             setattr(one, name, 0 if name == "first_k_dense_replace" else [])

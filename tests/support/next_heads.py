@@ -34,7 +34,18 @@ _GLM = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_MELLUM = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "num_mtp_layers": 1,
+}
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # The layer of its head has a window, and angles of its own.
+    "mellum": ("mellum", _MELLUM),
     "glm4_moe": ("glm4_moe", _GLM),
     "deepseek_v3": SUPPORTED["deepseek_v3, wide keys"],
 }
@@ -63,9 +74,13 @@ class NextHead:
 
 def _new_head(model_type: str, settings: dict[str, Any], seed: int = 0) -> NextHead:
     model = tiny_model(model_type, seed, **settings)
-    one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    one_layer: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     if "layer_types" in settings:
-        one_layer["layer_types"] = ["full_attention"]
+        one_layer["layer_types"] = getattr(model.config, "mtp_layer_types", None) or [
+            "full_attention"
+        ]
+    if "mlp_layer_types" in settings:
+        one_layer["mlp_layer_types"] = settings["mlp_layer_types"][-1:]
     one = tiny_model(model_type, seed + 1, **{**settings, **one_layer})
     hidden = model.config.hidden_size
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +96,7 @@ def _new_head(model_type: str, settings: dict[str, Any], seed: int = 0) -> NextH
 
 def write_with_head(directory: Path, name: str) -> NextHead:
     """Write a checkpoint with a head: as Qwen's have it, or as a layer behind the last."""
-    is_qwen = name in STATEFUL
+    is_qwen = name in STATEFUL or name == "mellum"
     head = _new_head(*_known(name))
     model, one = head.model, head.one
     save_checkpoint(directory, model)

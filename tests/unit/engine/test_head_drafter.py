@@ -30,7 +30,7 @@ from support.next_heads import NextHead, write_gguf_with_head, write_with_head
 from support.said import said_by
 from support.stateful_models import words
 
-NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
+NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3", "mellum")
 IN_GGUF = ("qwen35", "qwen3next", "glm4_moe", "deepseek_v3, yarn")
 CHECKPOINTS = [*NAMES, *(f"{name}.gguf" for name in IN_GGUF)]
 
@@ -92,7 +92,9 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: i
     return first
 
 
-@pytest.fixture(scope="module", params=spread(CHECKPOINTS, [NAMES[0], NAMES[3], "qwen3next.gguf"]))
+@pytest.fixture(
+    scope="module", params=spread(CHECKPOINTS, [NAMES[0], *NAMES[3:], "qwen3next.gguf"])
+)
 def checkpoint(request, tmp_path_factory) -> tuple[NextHead, Path]:
     directory = tmp_path_factory.mktemp("with head")
     name = request.param.removesuffix(".gguf")
