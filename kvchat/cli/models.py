@@ -119,10 +119,11 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
 
 def _fitting(spec: Any, config: CacheConfig, device: Any, dtype: Any) -> str:
     """Return how many tokens of a context fit, for the default budget."""
-    from kvchat.engine.kv_storage import device_budget, kv_geometry, tokens_within
+    from kvchat.engine.kv_storage import device_budget, kv_geometry, pool_budget, tokens_within
 
     budget, geometry = device_budget(config, device), kv_geometry(spec, config, dtype)
-    num_tokens = tokens_within(spec, geometry, config, device, budget)
+    of_pools = pool_budget(spec, dtype, budget)
+    num_tokens = tokens_within(spec, geometry, config, device, of_pools)
     return f"{num_tokens:,} tokens in {format_bytes(budget)}"
 
 

@@ -41,6 +41,7 @@ from kvchat.engine.kv_storage import (
     largest_step,
     new_kv_pool,
     new_windowed_pool,
+    pool_budget,
     require_kv_dtype,
     small_kv,
     tokens_within,
@@ -204,8 +205,7 @@ def _cache_and_runner(
     num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
     if windows is not None:
         windows = replace(windows, num_state_blocks=state_blocks(geometry, num_bytes))
-        sizes = loaded.max_context, max_step_tokens
-        pool = new_windowed_pool(geometry, windows, config, loaded.device, *sizes)
+        pool = new_windowed_pool(loaded, geometry, windows, config, max_step_tokens)
         numbers = pool.blocks.of_block
         if loaded.spec.state:
             both = WindowedStateManager(pool, num_bytes, max_step_tokens, config.reuse)
@@ -215,7 +215,7 @@ def _cache_and_runner(
         model = PagedModel(loaded, pool.layers, windows.layers)
         graphs = new_graphs(model, manager, engine_config, numbers)
         return manager, Runner(model, manager.block_size, graphs, threads, numbers)
-    kv_pool = new_kv_pool(geometry, config, loaded.device)
+    kv_pool = new_kv_pool(loaded, geometry, config)
     if loaded.spec.state:
         states = StateCacheManager(kv_pool, num_bytes, config.reuse)
         return states, StatefulRunner(StatefulModel(loaded, kv_pool.layers), states, threads)
@@ -474,7 +474,7 @@ class _DraftBuild:
         """
         whole = replace(self._own_cache_config(), whole_windows=True)
         config, target_config = self._shared_budget(loaded, whole)
-        kv_pool = new_kv_pool(kv_geometry(loaded.spec, config, loaded.dtype), config, loaded.device)
+        kv_pool = new_kv_pool(loaded, kv_geometry(loaded.spec, config, loaded.dtype), config)
         return CacheManager(kv_pool, config.reuse), target_config
 
     def _shared_budget(
@@ -492,7 +492,8 @@ class _DraftBuild:
             windows = kv_windows(of.spec, settings)
             if windows is not None and len(windows.layers) == len(geometry.layers):
                 return num_bytes // geometry.token_bytes  # blocks alone take no bytes
-            return tokens_within(of.spec, geometry, settings, device, num_bytes)
+            of_pools = pool_budget(of.spec, of.dtype, num_bytes)
+            return tokens_within(of.spec, geometry, settings, device, of_pools)
 
         def has_more(num_units: int) -> bool:
             """Whether it has room for more tokens than the target with bytes of so many blocks."""

@@ -26,6 +26,7 @@ from kvchat.core.types import Memory
 from kvchat.engine.kv_storage import (
     device_budget,
     kv_geometry,
+    pool_budget,
     require_kv_dtype,
     small_kv,
     tokens_within,
@@ -75,11 +76,11 @@ def chosen_kv(
         return KvChoice(config)
     wanted = min(loaded.max_context, max_context or _USUAL_TOKENS)
     budget = device_budget(config, loaded.device)
-
+    of_pools = pool_budget(loaded.spec, loaded.dtype, budget)
     state = state_bytes(loaded.spec.state, loaded.dtype)
 
     def has_room(geometry: KvGeometry) -> bool:
-        fitting = tokens_within(loaded.spec, geometry, config, loaded.device, budget)
+        fitting = tokens_within(loaded.spec, geometry, config, loaded.device, of_pools)
         num_other_blocks = _SPARE_BLOCKS + state_blocks(geometry, state)
         return fitting - num_other_blocks * config.block_size >= wanted
 

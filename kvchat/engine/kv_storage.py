@@ -50,6 +50,8 @@ _SPARE_WINDOW_BLOCKS = 2
 # any measured rate. The least to which little room for window blocks reduces it.
 _USUAL_STEP_TOKENS = {"cpu": 256, "cuda": 4096}
 _LEAST_STEP_TOKENS = 256
+# Of a running sequence beside its KV: its state, that before a step, and the newest snapshot.
+_RUNNING_STATES = 3
 # Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256
 
@@ -163,6 +165,15 @@ def device_budget(config: CacheConfig, device: torch.device) -> int:
     return size.resolve(free_bytes(device))
 
 
+def pool_budget(spec: ModelSpec, dtype: torch.dtype, budget: int) -> int:
+    """Return the bytes that the pools of a model computing in `dtype` may take of a budget.
+
+    The rest, a quarter at most, is for the recurrent states of a running sequence. Those of others
+    that run beside it are not in the budget.
+    """
+    return budget - min(budget // 4, _RUNNING_STATES * state_bytes(spec.state, dtype))
+
+
 def host_budget(config: CacheConfig, device: torch.device) -> int:
     """Return the bytes KV may take in host memory beside `device`."""
     size = config.host_bytes or _DEFAULT_HOST_SHARE[device.type]
@@ -257,15 +268,15 @@ def block_counts(
 
 
 def new_windowed_pool(
+    loaded: LoadedModel,
     geometry: KvGeometry,
     windows: Windows,
     config: CacheConfig,
-    device: torch.device,
-    max_context: int,
     max_step_tokens: int,
 ) -> WindowedKvPool:
     """Allocate the blocks and window blocks that the budget allows; raises as `new_kv_pool`."""
-    budget = device_budget(config, device)
+    device, max_context = loaded.device, loaded.max_context
+    budget = pool_budget(loaded.spec, loaded.dtype, device_budget(config, device))
     _require_two_blocks(geometry, config, budget)
     counts = block_counts(geometry, windows, budget, max_context, max_step_tokens)
     num_blocks, num_windows = counts.num_blocks, counts.num_window_blocks
@@ -294,9 +305,10 @@ def _too_much(config: CacheConfig, budget: int) -> ModelError:
     return ModelError(f"--device-cache allows {size}, more than there is.", "Lower it.")
 
 
-def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
+def new_kv_pool(loaded: LoadedModel, geometry: KvGeometry, config: CacheConfig) -> KvPool:
     """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
-    budget = device_budget(config, device)
+    device = loaded.device
+    budget = pool_budget(loaded.spec, loaded.dtype, device_budget(config, device))
     _require_two_blocks(geometry, config, budget)
     num_blocks = budget // geometry.block_bytes
     return _allocated(lambda: KvPool(geometry, num_blocks, device), config, budget)

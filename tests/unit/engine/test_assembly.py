@@ -1,9 +1,12 @@
 """An engine built from settings: sizes follow the budget, and every mixture of dtypes runs."""
 
+import gc
 import shutil
+import statistics
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +33,8 @@ from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.tiers import rate_memory
 from kvchat.model import loader
 from kvchat.model.loader import LoadedModel
+from kvchat.model.paged_model import StatefulModel
+from kvchat.model.state import state_bytes
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.kv_code import CODES
 from support.assembled import MEBIBYTE, assemble
@@ -39,6 +44,7 @@ from support.fact_memory import FactMemory
 from support.greedy_answer import greedy_answer
 from support.matrix import spread
 from support.pack_chains import used_bytes
+from support.stateful_models import STATEFUL, load_stateful, open_engine
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +215,52 @@ def test_kv_holds_the_memory_that_it_promised(checkpoint, kv_dtype, whole_window
 
     assert 0.98 * MEBIBYTE < held <= MEBIBYTE
     assert isinstance(pool, WindowedKvPool) is not whole_windows
+
+
+HYBRIDS = [
+    (name, kv_dtype)
+    for name, codes in {
+        "qwen3_5, compiled": ["float32", "int8", "int4"],
+        "lfm3, windows": ["float32", "int8", "int4"],
+        "mamba2, no attention": ["float32"],
+    }.items()
+    if name in STATEFUL
+    for kv_dtype in codes
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), spread(HYBRIDS, [x for x in HYBRIDS if x[1] == "float32"])
+)
+def test_a_running_chat_of_a_hybrid_holds_the_memory_that_was_promised(
+    name: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 2 %, with its states: the pool once took all of the budget, and they stood beside."""
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")
+    _, loaded = load_stateful(name, tmp_path)
+    engine = open_engine(loaded, None, MEBIBYTE, step_tokens=24, kv_dtype=kv_dtype)
+    pool, state_size = engine.cache.kv_pool, state_bytes(loaded.spec.state, loaded.dtype)
+    size = -(-state_size // pool.geometry.block_bytes) * pool.geometry.block_bytes
+    forward, num_states = StatefulModel.forward_pieces, list[int]()
+
+    def is_state(thing: object) -> bool:
+        return (
+            isinstance(thing, torch.Tensor)
+            and thing.dtype == torch.uint8
+            and thing.shape == (size,)
+        )
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        num_states.append(sum(map(is_state, gc.get_objects())))
+        return forward(*arguments)
+
+    monkeypatch.setattr(StatefulModel, "forward_pieces", watched)
+    generate(engine, tuple(range(5, 165)), 30)
+
+    held = sum(tensor.nbytes for layer in pool.layers for tensor in layer.tensors)
+    assert statistics.median(num_states) == 3
+    assert 0.98 * MEBIBYTE < held + 3 * size < 1.02 * MEBIBYTE
+    assert isinstance(pool, WindowedKvPool) is ("windows" in name)
 
 
 def test_the_context_is_what_model_settings_and_cache_allow(checkpoint: Path) -> None:
