@@ -15,7 +15,7 @@ import pytest
 
 BUDGETS_S = {
     "contract": 150,
-    "matrix": 600,
+    "matrix": 420,
     "pty": 60,
     "soak": 80,
     "unit/bench": 80,

@@ -175,8 +175,14 @@ def test_values_that_are_no_numbers_are_not_attended_as_such(code: KvCode) -> No
     assert torch.allclose(out[1], found.exact()[1], atol=1e-3)
 
 
-@pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
-@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize(
+    ("code", "softcap"),
+    spread(
+        [(code, softcap) for code in (INT8, K8V4, INT4, FP8) for softcap in (None, 20.0)],
+        always=[(INT8, None), (INT4, None), (K8V4, 20.0), (FP8, 20.0)],
+    ),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_a_key_that_is_no_number_makes_none_of_what_sees_it(code, softcap):
     """Its weight was 0 once: an answer without it, as fluent as the right one."""
     torch.manual_seed(0)
@@ -253,8 +259,14 @@ def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
     assert torch.equal(again, found.by_torch())
 
 
-@pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
-@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize(
+    ("code", "span"),
+    spread(
+        [(code, span) for code in (INT8, K8V4, INT4, FP8) for span in SPANS],
+        always=[*((code, FULL) for code in (INT8, K8V4, INT4, FP8)), (INT8, SPANS[1])],
+    ),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span, code):
     torch.manual_seed(1)
     count, end, heads = 16, 601, 3

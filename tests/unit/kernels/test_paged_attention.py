@@ -28,8 +28,14 @@ def test_spans_look_at_positions_where_a_table_has_its_own(name: str, impl: str)
     check_private_tables(POSITION_RULES[name], MIXED, impl)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    spread(
+        [(name, dtype) for name in CASES for dtype in (torch.bfloat16, torch.float16)],
+        always=[*((name, torch.bfloat16) for name in CASES), ("sinks and window", torch.float16)],
+    ),
+    ids=str,
+)
 def test_low_precision_is_as_exact_as_plain_arithmetic_in_it(name: str, dtype: torch.dtype) -> None:
     check_attention(CASES[name], MIXED, "cpu", dtype=dtype)
 
