@@ -19,7 +19,7 @@ from kvchat.cache.chain import KvChain
 from kvchat.cache.moved_kv import Moving
 from kvchat.cache.planner import LEAST_TELLING_TOKENS
 from kvchat.cache.thinned_kv import has_thinned
-from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
+from kvchat.core.errors import ContextTooLong, DeviceLost, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import CachedTokens, FinishReason, KeptPositions, MissReason, Pooling
@@ -567,11 +567,15 @@ class Engine:
         return self._runner.run((), pieces)
 
     def _invalidate(self, failed: "Sequence[RestoredContext]") -> None:
-        """Quarantine restored KV that failed its check, and restart the requests that use it."""
+        """Quarantine restored KV that failed its check, and restart the requests that use it.
+
+        Raises DeviceLost where every check fails, as the device computes nothing more.
+        """
+        if failed and is_lost(self._runner.device):
+            raise DeviceLost("The GPU failed: no KV can be checked.", "Start kvchat again.")
         for restored in failed:
-            _log.warning(
-                "restored KV failed its check tokens=%d", len(restored.ids) - restored.num_trusted
-            )
+            num_tokens = len(restored.ids) - restored.num_trusted
+            _log.warning("restored KV failed its check tokens=%d", num_tokens)
             self._scheduler.invalidate(restored.ids, restored.num_trusted)
             self.chain.quarantine(restored)
 

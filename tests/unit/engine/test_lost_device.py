@@ -119,8 +119,12 @@ def test_what_runs_and_what_comes_is_told_one_sentence_and_the_disk_stays(gpu: G
     assert again.ending(request_id).usage.cached.total >= 28
 
 
-def test_restored_kv_that_awaits_its_check_is_not_deleted(gpu: Gpu) -> None:
-    """No check can succeed then, and KV that fails its check is deleted from the disk."""
+@pytest.mark.parametrize("fails", ["steps", "checks"])
+def test_restored_kv_that_awaits_its_check_is_not_deleted(gpu: Gpu, fails: str) -> None:
+    """No check can succeed then, and KV that fails its check is deleted from the disk.
+
+    A check copies a block first. As this failed, and not the step, the KV was deleted.
+    """
     tier = MemoryTier(4, 32)
     first = gpu.engine(lambda: tier)
     first.complete(spec(*PROMPT))
@@ -130,6 +134,8 @@ def test_restored_kv_that_awaits_its_check_is_not_deleted(gpu: Gpu) -> None:
     engine.submit(spec(*PROMPT, 38, 39))
     while not engine.engine._kv_verifier.has_due:
         engine.step()
+    if fails == "checks":
+        engine.cache.kv_pool.copy_block = lambda *_: gpu.step()  # type: ignore[method-assign]
 
     gpu.is_lost = True
     with pytest.raises(DeviceLost):
