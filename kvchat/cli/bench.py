@@ -50,7 +50,7 @@ def run_bench(request: BenchRequest) -> None:
     from kvchat.cli.streams import Interruption
 
     # A signal's default ends the process at once and leaves random weights, 0.8 to 16 GB.
-    with Interruption(), Progress(request.is_quick) as progress:
+    with Interruption(has_files=True), Progress(request.is_quick) as progress:
         _run(request, progress)
 
 

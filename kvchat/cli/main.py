@@ -29,8 +29,15 @@ _MAX_FAULT_CHARS = 200
 
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
-    prepare_streams()
-    code = _run()
+    try:
+        prepare_streams()
+        _finish(_run())
+    except KeyboardInterrupt:  # Ctrl-C again, or while stdout waits for its reader
+        os._exit(ExitCode.INTERRUPT)
+
+
+def _finish(code: int) -> NoReturn:
+    """Write what is buffered, and end the process."""
     if code in _NOT_WAITED_FOR:
         forget_streams()
     try:
@@ -42,9 +49,6 @@ def run() -> NoReturn:
     except OSError as error:
         code = code or _refused(error)
         forget_stdout()
-    except KeyboardInterrupt:
-        code = ExitCode.INTERRUPT
-        forget_streams()
     _end(code)
 
 

@@ -181,9 +181,12 @@ class Interruption:
     If there is something to cancel, the first signal cancels it and sets `code`, the exit code; a
     second signal exits at once. Otherwise Interrupted is raised. A write that still waits for its
     reader then ends with Stalled.
+
+    With `has_files` a second signal raises Interrupted too: what it leaves removes large files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_files: bool = False) -> None:
+        self._has_files = has_files
         self.code: ExitCode | None = None
         self._cancel: Callable[[], None] | None = None
         self._before: dict[int, object] = {}
@@ -217,7 +220,7 @@ class Interruption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = _CODES[signal.Signals(number)]
-        if self.code is not None:
+        if self.code is not None and not self._has_files:
             os._exit(code)
         self.code = code
         # A write in progress continues after this handler: the alarm signal ends it.

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -126,15 +127,24 @@ def test_an_interrupted_one_leaves_no_process_and_no_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGHUP, ExitCode.HANGUP)]
+    ("number", "times", "code"),
+    [
+        (signal.SIGTERM, 1, ExitCode.TERMINATED),
+        (signal.SIGHUP, 1, ExitCode.HANGUP),
+        (signal.SIGINT, 2, ExitCode.INTERRUPT),
+    ],
 )
-def test_a_signal_leaves_no_random_weights(number, code, tmp_path, monkeypatch):
-    """Each `timeout 300 kvchat bench` left a checkpoint of 0.8 GB in /tmp."""
+def test_signals_leave_no_random_weights(number, times, code, tmp_path, monkeypatch):
+    """Each `timeout 300 kvchat bench` left a checkpoint of 0.8 GB in /tmp, and then a second Ctrl-C
+    that came while an engine closed.
+    """
     weights: list[Path] = []
 
     def interrupted(setup: BenchSetup) -> None:
         weights.extend(tmp_path.rglob("*.safetensors"))
-        os.kill(os.getpid(), number)
+        with ExitStack() as closing:
+            for _ in range(times):
+                closing.callback(os.kill, os.getpid(), number)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scenarios, "scenario", lambda name: interrupted)

@@ -194,6 +194,24 @@ def test_a_signal_ends_a_program_while_another_thread_waits_for_the_reader() -> 
         os.close(source)
 
 
+_INTERRUPTED_AT_ITS_END = """
+import signal
+from kvchat.cli import main
+
+main._run = lambda: 130
+main.forget_streams = lambda: signal.raise_signal(signal.SIGINT)
+main.run()
+"""
+
+
+def test_a_second_interrupt_prints_no_traceback() -> None:
+    """It came while the first one ended `kvchat bench`: Python's own traceback, and no code 130."""
+    command = [sys.executable, "-c", _INTERRUPTED_AT_ITS_END]
+    done = subprocess.run(command, capture_output=True, cwd=_REPOSITORY, timeout=_DEADLINE_S)
+
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.fixture(params=["full", "closed", "closed at its other end"])
 def unwritable(request: pytest.FixtureRequest) -> Iterator[int | None]:
     """A stderr that takes nothing."""
