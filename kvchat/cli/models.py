@@ -111,7 +111,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "reads": _inputs(config),
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes if spec.layers else 0),
-        **_state_facts(spec, geometry, dtype),
+        **_state_facts(spec, geometry, config, dtype),
         "fits_on_device": _fitting(spec, CacheConfig(), where, dtype),
         **_code_facts(source, spec, where, dtype),
     }
@@ -183,7 +183,7 @@ def _windows(spec: Any, spans: list[str]) -> str:
     return ", ".join(spans) or "none"
 
 
-def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
+def _state_facts(spec: Any, geometry: Any, config: Any, dtype: Any) -> dict[str, Any]:
     """Return the size of a snapshot of recurrent state; nothing for a model without any."""
     from kvchat.model.state import state_bytes
 
@@ -191,6 +191,8 @@ def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
         return {}
     num_bytes = state_bytes(spec.state, dtype)
     num_layers = len({tensor.layer for tensor in spec.state})
+    if not spec.layers:  # all are recurrent, and RWKV has one object for all
+        num_layers = config.get_text_config().num_hidden_layers
     as_kv = (
         f", as much as KV of {num_bytes // geometry.token_bytes:,} tokens" if spec.layers else ""
     )

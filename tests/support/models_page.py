@@ -54,7 +54,7 @@ _COMPILED = """
 
 Small steps on a CPU are one compiled program for these {count} types, and for image-text types
 whose text model is of one of them. A model with settings that the program does not have, or with
-sizes that fill no vector, runs its own modules, which are slower; the log says why.
+sizes that fill no vector, runs its own modules, which are slower; `--debug` says why.
 
 {types}
 """

@@ -33,6 +33,7 @@ from support.chains import be_patient
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
 from support.greedy_answer import greedy_answer
+from support.stateful_models import STATEFUL
 
 
 class KeptTokens:
@@ -281,6 +282,16 @@ def test_info_names_windows_that_are_kept_as_windows(
     info(str(checkpoint("llama4, temperature tuning", tmp_path)), "cpu", as_json=False)
 
     assert "windows                16, full\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["rwkv", "mamba2, no attention"])
+def test_info_counts_each_layer_that_has_a_state(name, tmp_path, capsys):
+    """RWKV has one object for the states of all, and was said to have one recurrent layer."""
+    model_type, settings = STATEFUL[name]
+    save_checkpoint(tmp_path, tiny_model(model_type, **settings))
+    info(str(tmp_path), "cpu", as_json=False)
+
+    assert " a snapshot in 2 recurrent layers\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen2_5_vl", "smolvlm"])
