@@ -432,10 +432,15 @@ def logit_deviation(fingerprint: LogitFingerprint, logits: torch.Tensor) -> floa
 
 
 def kv_deviation(kv_errors: Sequence[torch.Tensor]) -> Deviation:
-    """Return how far tokens are off; `kv_errors` has one `CacheManager.kv_error` for each."""
-    if not kv_errors:
+    """Return how far tokens are off; `kv_errors` has one `CacheManager.kv_error` for each.
+
+    The window blocks of some may have left the cache since: only tokens with the most tensors tell.
+    """
+    num_tensors = max(map(len, kv_errors), default=0)
+    if not num_tensors:
         return Deviation()
-    squares, products, own = torch.stack(list(kv_errors)).unbind(dim=2)  # [num_tokens, num_tensors]
+    kv_errors = [kv_error for kv_error in kv_errors if len(kv_error) == num_tensors]
+    squares, products, own = torch.stack(kv_errors).unbind(dim=2)  # [num_tokens, num_tensors]
     distances = squares.sqrt()
     if not bool(distances.isfinite().all() and products.isfinite().all()):
         return Deviation(math.inf, math.inf, math.inf)

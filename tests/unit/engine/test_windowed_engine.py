@@ -245,3 +245,36 @@ def test_images_without_a_window_are_never_used_as_if_they_had_one(processes, ti
         process.answer_rightly(spec((*LONG[:cut], 33, 34)))
         process.end()  # else it writes what the next one looks for, at a time of its own
     assert tier.num_quarantined == 0
+
+
+def test_window_blocks_that_leave_before_the_end_of_a_check_do_not_fail_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the last token fewer layers could be compared then than of others. That raised, and right
+    KV was deleted from the disk.
+    """
+    tier, context = MemoryTier(4, 64), LONG[:32]
+    first, second = (
+        EngineHarness(open_tier=lambda: tier, window=40, num_window_blocks=40) for _ in range(2)
+    )
+    first.complete(RequestSpec(context, GREEDY, max_tokens=4))
+    first.engine.close()
+    engine, blocks = second.engine, second.cache._blocks  # type: ignore[attr-defined]
+    verifier = engine._kv_verifier
+    compute, num_freed = verifier._end_alone, []
+
+    def evict_and_compute(checks, run):  # type: ignore[no-untyped-def]
+        num_free = blocks.num_free
+        assert blocks.make_room(blocks.num_available)
+        num_freed.append(blocks.num_free - num_free)
+        return compute(checks, run)
+
+    monkeypatch.setattr(verifier, "_end_alone", evict_and_compute)
+    engine.prefetch([*context, 1, 2])
+    while not num_freed:
+        second.step()
+
+    assert num_freed == [1]
+    engine.close()
+    assert tier.num_quarantined == 0
+    assert len(tier.blocks) == len(context) // 4
