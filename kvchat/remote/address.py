@@ -55,12 +55,15 @@ class Address:
 
 def address_of(url: str, key: str = "", model: str = "") -> Address:
     """Return the address of a server that the user gave; raises UsageError if it is none."""
+    import httpx2  # 0.1 s that chats without a server do not pay
+
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text.strip())
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
         parts.port  # noqa: B018  a bad port is found here
-    except ValueError:
+        httpx2.URL(text.strip())  # and here what no host's name can be
+    except (ValueError, httpx2.InvalidURL):
         is_good = False
     if not is_good:
         raise UsageError(

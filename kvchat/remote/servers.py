@@ -81,7 +81,7 @@ class Asker:
         left_s = self._began_s + self._limit_s - time.monotonic()
         try:
             found = self._wait(self._asked(path, body, min(left_s, _ASK_S)))
-        except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError) as error:
+        except (httpx2.TransportError, TimeoutError) as error:
             if isinstance(error, TimeoutError) and left_s < _ASK_S:
                 raise TimedOut(
                     f"The server at {self._address.shown} did not answer within "
