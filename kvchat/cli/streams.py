@@ -176,7 +176,7 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Context manager that catches SIGINT, SIGTERM and SIGHUP.
+    """Context manager that catches SIGINT, SIGTERM, and SIGHUP unless `nohup` has it ignored.
 
     If there is something to cancel, the first signal cancels it and sets `code`, the exit code; a
     second signal exits at once. Otherwise Interrupted is raised. A write that still waits for its
@@ -193,7 +193,8 @@ class Interruption:
 
     def __enter__(self) -> "Interruption":
         for number in _CODES:
-            self._before[number] = signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
         return self
 

@@ -212,6 +212,25 @@ def test_a_second_interrupt_prints_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (130, b"")
 
 
+_UNDER_NOHUP = """
+import signal
+from kvchat.cli.streams import Interruption
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with Interruption():
+    signal.raise_signal(signal.SIGHUP)
+signal.raise_signal(signal.SIGHUP)
+"""
+
+
+def test_a_command_under_nohup_outlives_its_terminal() -> None:
+    """`nohup kvchat bench` and `nohup kvchat -p` were ended by the end of their terminal."""
+    command = [sys.executable, "-c", _UNDER_NOHUP]
+    done = subprocess.run(command, capture_output=True, cwd=_REPOSITORY, timeout=_DEADLINE_S)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.fixture(params=["full", "closed", "closed at its other end"])
 def unwritable(request: pytest.FixtureRequest) -> Iterator[int | None]:
     """A stderr that takes nothing."""
