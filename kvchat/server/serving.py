@@ -33,7 +33,11 @@ _BACKLOG = 512
 _TURN_S = 0.01
 _BYTES_BETWEEN_LOOKS = 4096
 _MAX_HEADER_BYTES = 64 << 10
-_CODES = {signal.SIGINT: ExitCode.INTERRUPT, signal.SIGTERM: ExitCode.TERMINATED}
+_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPT,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.HANGUP,
+}
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -104,16 +108,23 @@ def serve(
     on_ready: Callable[[], None],
     has_failed: Callable[[], bool] = lambda: False,
 ) -> ExitCode:
-    """Serve until SIGINT or SIGTERM, then finish running answers for a few seconds.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then finish running answers for a few seconds.
 
     Returns the signal's exit code. Ends as well once `has_failed`, which is asked ten times a
-    second. Called on the main thread.
+    second. Called on the main thread. SIGHUP stays ignored where it is, as under `nohup`.
     """
     heard: list[int] = []
-    # uvicorn takes the signals, and raises them again at its end: then they come here.
+    server = _Server(configured(app), on_ready, has_failed)
+
+    def end(number: int, frame: object) -> None:
+        heard.append(number)
+        server.should_exit = True
+
+    # uvicorn takes two of the signals, and raises them again at its end: then they come here.
     for number in _CODES:
-        signal.signal(number, lambda number, frame: heard.append(number))
-    _Server(configured(app), on_ready, has_failed).run(sockets=[bound])
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+    server.run(sockets=[bound])
     return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
 
 

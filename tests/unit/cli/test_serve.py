@@ -33,6 +33,9 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell, tiny):
 
     with served(shell.patient, *small) as server:
         again = asked(server)
+        server.process.send_signal(signal.SIGHUP)  # ended it at once, and left its address
+        assert server.process.wait(30) == 129
+    assert not list(shell.home.rglob("servers/*"))
 
     for answered in (done, beside):
         assert answered.returncode == 0, answered.stderr
