@@ -470,19 +470,20 @@ class Engine:
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self._fetcher.give_up(self._scheduler.requests())
-        if not is_lost(self._runner.device):  # every check would fail, and delete what it checks
-            self._keep_unfinished()
-        self.chain.begin_closing()  # a store closes in 15 ms, and the draft has one too
-        self.speculation.close()
-        self.chain.close()
+        try:
+            if not is_lost(self._runner.device):  # every check would fail, and delete KV
+                self._keep_unfinished()
+        finally:
+            self.chain.begin_closing()  # a store closes in 15 ms, and the draft has one too
+            self.speculation.close()
+            self.chain.close()
 
     def _keep_unfinished(self) -> None:
         for request in (r for r in self.running() if r.is_kept):
             computed = request.ids[: request.num_computed]
             self._kv_verifier.save(computed, request.spec.is_one_shot)
         wrong = self._kv_verifier.begin(self._run_alone)
-        for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
-            self.chain.quarantine(restored)
+        self._invalidate([*wrong, *self._kv_verifier.end_alone(self._run_alone)])
 
     def _compute(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Run the plan as one batch; if that fails, run each request alone.

@@ -126,14 +126,7 @@ def test_restored_kv_that_awaits_its_check_is_not_deleted(gpu: Gpu, fails: str) 
     A check copies a block first. As this failed, and not the step, the KV was deleted.
     """
     tier = MemoryTier(4, 32)
-    first = gpu.engine(lambda: tier)
-    first.complete(spec(*PROMPT))
-    first.engine.close()
-    engine = gpu.engine(lambda: tier)
-    assert engine.engine.chain.flush(WAIT_S)
-    engine.submit(spec(*PROMPT, 38, 39))
-    while not engine.engine._kv_verifier.has_due:
-        engine.step()
+    engine = restored(gpu, tier)
     if fails == "checks":
         engine.cache.kv_pool.copy_block = lambda *_: gpu.step()  # type: ignore[method-assign]
 
@@ -144,6 +137,37 @@ def test_restored_kv_that_awaits_its_check_is_not_deleted(gpu: Gpu, fails: str) 
 
     assert tier.num_quarantined == 0
     assert len(tier.blocks) == len(PROMPT) // 4
+
+
+def test_a_gpu_that_is_lost_as_the_engine_closes_costs_no_kv(gpu: Gpu) -> None:
+    """The close computes the checks that are due: the KV was deleted as they failed."""
+    tier = MemoryTier(4, 32)
+    engine = restored(gpu, tier)
+
+    def lose() -> None:
+        gpu.is_lost = True
+        gpu.step()
+
+    engine.model._fails = lose
+    with pytest.raises(DeviceLost):
+        engine.engine.close()
+
+    assert tier.is_closed
+    assert tier.num_quarantined == 0
+    assert len(tier.blocks) == len(PROMPT) // 4
+
+
+def restored(gpu: Gpu, tier: MemoryTier) -> EngineHarness:
+    """Return an engine with KV of `tier` that awaits its check, which another engine stored."""
+    first = gpu.engine(lambda: tier)
+    first.complete(spec(*PROMPT))
+    first.engine.close()
+    engine = gpu.engine(lambda: tier)
+    assert engine.engine.chain.flush(WAIT_S)
+    engine.submit(spec(*PROMPT, 38, 39))
+    while not engine.engine._kv_verifier.has_due:
+        engine.step()
+    return engine
 
 
 def test_an_embedding_finds_it_too(gpu: Gpu) -> None:
