@@ -2,7 +2,6 @@
 
 import gc
 import shutil
-import statistics
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -237,6 +236,9 @@ def test_a_running_chat_of_a_hybrid_holds_the_memory_that_was_promised(
 ) -> None:
     """Within 2 %, with its states: the pool once took all of the budget, and they stood beside."""
     monkeypatch.setenv("KVCHAT_ROUNDING", "any")
+    # Those of tests before, which stay while this one counts.
+    others = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    are_others = set(map(id, others))
     _, loaded = load_stateful(name, tmp_path)
     engine = open_engine(loaded, None, MEBIBYTE, step_tokens=24, kv_dtype=kv_dtype)
     pool, state_size = engine.cache.kv_pool, state_bytes(loaded.spec.state, loaded.dtype)
@@ -246,6 +248,7 @@ def test_a_running_chat_of_a_hybrid_holds_the_memory_that_was_promised(
     def is_state(thing: object) -> bool:
         return (
             isinstance(thing, torch.Tensor)
+            and id(thing) not in are_others
             and thing.dtype == torch.uint8
             and thing.shape == (size,)
         )
@@ -258,7 +261,7 @@ def test_a_running_chat_of_a_hybrid_holds_the_memory_that_was_promised(
     generate(engine, tuple(range(5, 165)), 30)
 
     held = sum(tensor.nbytes for layer in pool.layers for tensor in layer.tensors)
-    assert statistics.median(num_states) == 3
+    assert max(num_states) == 3
     assert 0.98 * MEBIBYTE < held + 3 * size < 1.02 * MEBIBYTE
     assert isinstance(pool, WindowedKvPool) is ("windows" in name)
 
