@@ -46,6 +46,12 @@ from kvchat.model.rounding import (
 from kvchat.model.state import state_bytes
 from kvchat_kernels.kv_code import CODES, FP8, INT8, KvCode
 
+_log = logging.getLogger(__name__)
+
+# The kind of its facts in the memory.
+_KIND = "kv_effect"
+# Blocks and rows of the steps that measure.
+_BLOCK_SIZE, _ROWS = 16, 64
 # The context that is wanted where the user does not say: a long conversation.
 _USUAL_TOKENS = 8192
 # The largest divergence, in nats a token, of a code that `auto` may choose.
@@ -113,12 +119,6 @@ def _is_good(
         return False
     effect = effect_on_model(loaded, geometry, memory)
     return effect is not None and effect.divergence <= _MOST_CHANGE
-
-
-_log = logging.getLogger(__name__)
-
-_KIND = "kv_effect"
-_BLOCK_SIZE, _ROWS = 16, 64
 
 
 def kv_notes(

@@ -50,7 +50,8 @@ _SPARE_WINDOW_BLOCKS = 2
 # any measured rate. The least to which little room for window blocks reduces it.
 _USUAL_STEP_TOKENS = {"cpu": 256, "cuda": 4096}
 _LEAST_STEP_TOKENS = 256
-# Of a running sequence beside its KV: its state, that before a step, and the newest snapshot.
+# Of a running sequence beside the pool: its state, a snapshot that has not entered the pool yet,
+# and in a prompt's steps another, or the state before a step with drafts that modules read.
 _RUNNING_STATES = 3
 # Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from support import step_families
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_families import FAMILIES
@@ -34,18 +35,9 @@ _GLM = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-_MELLUM = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "mlp_layer_types": ["dense", "sparse"],
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 8,
-    "num_mtp_layers": 1,
-}
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # The layer of its head has a window, and angles of its own.
-    "mellum": ("mellum", _MELLUM),
+    "mellum": ("mellum", {**step_families.FAMILIES["mellum"], "num_mtp_layers": 1}),
     "glm4_moe": ("glm4_moe", _GLM),
     "deepseek_v3": SUPPORTED["deepseek_v3, wide keys"],
 }

@@ -1,7 +1,7 @@
 """After an error that leaves a GPU useless the engine ends with one sentence; the disk's KV stays.
 
-Every later request failed with the device's error, for ever: `kvchat serve` answered with errors
-until somebody restarted it.
+Every later request failed with the device's error: `kvchat serve` answered with errors until a user
+restarted it.
 """
 
 from collections.abc import Callable
